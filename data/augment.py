@@ -1,0 +1,73 @@
+"""Crops, flips and turns, drawn from a generator that the caller passes; all pictures of a sample move together."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def draw_crop(size: tuple[int, int], crop: tuple[int, int], rng: np.random.Generator) -> tuple[int, int]:
+    """Top and left of a crop of ``(h, w)`` inside a picture of ``(h, w)``, every place equally likely.
+
+    Raises:
+        ValueError: the crop is larger than the picture.
+    """
+    if crop[0] > size[0] or crop[1] > size[1]:
+        raise ValueError(f"a crop of {crop} does not fit into a picture of {size}")
+    return int(rng.integers(size[0] - crop[0] + 1)), int(rng.integers(size[1] - crop[1] + 1))
+
+
+def draw_textured_crop(
+    image: np.ndarray, crop: tuple[int, int], grid: int, min_texture: float, rng: np.random.Generator
+) -> tuple[int, int]:
+    """:func:`draw_crop`, drawn again up to 8 times while the place is too smooth; the best place is kept.
+
+    Args:
+        image: ``(h, w, 1 or 3)``, uint8 or uint16.
+        crop: height and width in pixels, multiples of ``grid``.
+        grid: top and left are multiples of it (the scale).
+        min_texture: what :func:`texture` must exceed; 0 takes the first place.
+        rng: source of the draws.
+    """
+    cells = image.shape[0] // grid, image.shape[1] // grid
+    best, best_texture = (0, 0), -1.0
+    for _ in range(9):
+        top, left = (grid * i for i in draw_crop(cells, (crop[0] // grid, crop[1] // grid), rng))
+        if min_texture <= 0:
+            return top, left
+        found = texture(image[top : top + crop[0], left : left + crop[1]])
+        if found > best_texture:
+            best, best_texture = (top, left), found
+        if found > min_texture:
+            break
+    return best
+
+
+def texture(image: np.ndarray) -> float:
+    """Mean \\|dx\\| + mean \\|dy\\| of the grey picture, in levels of 0..255; ``(h, w, c)``, uint8 or uint16."""
+    grey = image[..., 0] if image.shape[2] == 1 else image @ np.array([0.299, 0.587, 0.114], np.float32)
+    grey = grey.astype(np.float32) * (255 / np.iinfo(image.dtype).max)
+    changes = (np.abs(np.diff(grey, axis=axis)) for axis in (0, 1) if grey.shape[axis] > 1)
+    return float(sum(change.mean() for change in changes))
+
+
+def flip_and_rotate(
+    images: Sequence[np.ndarray], rng: np.random.Generator, *, use_hflip: bool, use_rot: bool
+) -> list[np.ndarray]:
+    """Mirror left-right with probability 0.5; with ``use_rot`` also top-bottom, and swap the axes, 0.5 each.
+
+    Args:
+        images: ``(h, w, c)`` each; all get the same flips.
+        rng: source of the draws; three are made whatever the options are, so that they never shift later ones.
+        use_hflip, use_rot: together they give the eight positions of a square.
+
+    Returns:
+        Views of ``images``.
+    """
+    mirror, turn_over, swap = rng.random(3) < 0.5
+    if use_hflip and mirror:
+        images = [image[:, ::-1] for image in images]
+    if use_rot and turn_over:
+        images = [image[::-1] for image in images]
+    if use_rot and swap:
+        images = [image.swapaxes(0, 1) for image in images]
+    return list(images)

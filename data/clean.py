@@ -1,0 +1,134 @@
+"""Ground-truth pictures alone: the low-resolution side is made on the fly."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from data.augment import flip_and_rotate
+from data.dataset import Crop, ImageDataset, split_key
+from data.degrade import bicubic_downsample, bicubic_downsample_crop, mod_crop
+from data.pairs import list_names, unique_stems
+from data.verify import verify_pictures
+from options.errors import DataError, OptionsError
+from options.registry import DATASETS, nearest
+
+
+@DATASETS.register()
+class DownsampleImageDataset(ImageDataset):
+    """GT pictures, and LQ ones reduced from them in their own bit depth, as MATLAB's bicubic does it.
+
+    GT pictures are cut to multiples of the scale first. With ``downsample: image`` an LQ crop equals the same crop of
+    the reduced whole picture, so training sees exactly what a prepared folder would give.
+
+    Args:
+        dataroot_gt: folder (searched with its subfolders), or LMDB.
+        scale, phase, seed, name, io_backend, color, alpha, mean, std, verify: see :class:`data.dataset.ImageDataset`.
+        meta_info_file: lists the pictures to use, one per line.
+        gt_size: side of the GT crop; needed in training, without effect elsewhere.
+        use_hflip, use_rot: flips, and flips with quarter turns, in training.
+        min_texture: redraw GT crops that are smoother, see :class:`data.dataset.Crop`; 0 is off.
+        small: ``"error"`` or ``"pad"``, for pictures smaller than ``gt_size``.
+        kernel: ``"matlab"``.
+        downsample: ``"image"``, or ``"patch"`` to reduce the GT crop by itself, mirrored at its own border.
+
+    Raises:
+        OptionsError: a wrong option.
+        DataError: everything that is wrong with the pictures, at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataroot_gt: str,
+        scale: int = 1,
+        phase: str = "train",
+        seed: int = 0,
+        name: str = "",
+        io_backend: Mapping[str, Any] | None = None,
+        meta_info_file: str | None = None,
+        gt_size: int | None = None,
+        use_hflip: bool = False,
+        use_rot: bool = False,
+        color: str = "rgb",
+        alpha: str = "error",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        verify: str = "headers",
+        min_texture: float = 0.0,
+        small: str = "error",
+        kernel: str = "matlab",
+        downsample: str = "image",
+    ) -> None:
+        super().__init__(
+            phase=phase,
+            scale=scale,
+            seed=seed,
+            name=name,
+            io_backend=io_backend,
+            color=color,
+            alpha=alpha,
+            mean=mean,
+            std=std,
+            verify=verify,
+        )
+        for key, value, known in (("kernel", kernel, ("matlab",)), ("downsample", downsample, ("image", "patch"))):
+            if value not in known:
+                raise OptionsError(f"{key}: {value} is not known{nearest(value, known)} ({', '.join(known)})")
+        self.downsample = downsample
+        self.use_hflip, self.use_rot = use_hflip, use_rot
+        self.crop = Crop(gt_size, scale, min_texture, small) if phase == "train" else None
+        self.gt = self._reader(dataroot_gt)
+        self.files = list_names(self.gt.source, meta_info_file, self.problems)
+        self.names = unique_stems(self.files)
+        headers = verify_pictures(self.gt, self.files, verify, self.problems)
+        for file, header in headers.items():
+            problem = self._size_problem(file, header.height, header.width)
+            if problem:
+                self.problems.add(problem)
+        self.problems.raise_if_any()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
+        epoch, index = split_key(key)
+        file = self.files[index]
+        gt = self.gt(file)
+        problem = self._size_problem(file, *gt.shape[:2])
+        if problem:
+            raise DataError(problem)
+        gt = mod_crop(gt, self.scale)
+        if self.crop:
+            gt, lq = self._sample(gt, self._rng(epoch, index))
+        else:
+            lq = bicubic_downsample(gt, self.scale)
+        path = self.gt.path(file)
+        return {
+            "lq": self._tensor(lq),
+            "gt": self._tensor(gt),
+            "name": self.names[index],
+            "lq_path": path,
+            "gt_path": path,
+        }
+
+    def preload(self) -> None:
+        """With the memory backend, read everything now, so that workers forked later share it."""
+        self.gt.preload(self.files)
+
+    def _size_problem(self, file: str, height: int, width: int) -> str | None:
+        if min(height, width) < self.scale:
+            return f"{self.gt.path(file)} is {height}x{width}, less than one pixel at scale {self.scale}"
+        height, width = height // self.scale * self.scale, width // self.scale * self.scale
+        return self.crop.problem(self.gt.path(file), height, width) if self.crop else None
+
+    def _sample(self, gt: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        gt = self.crop.enlarge(gt, 1)
+        top, left = self.crop.draw(gt, rng)
+        side, scale = self.crop.gt_size, self.scale
+        patch = gt[top : top + side, left : left + side]
+        if self.downsample == "patch":
+            lq = bicubic_downsample(patch, scale)
+        else:
+            lq = bicubic_downsample_crop(gt, scale, (top // scale, left // scale), (side // scale, side // scale))
+        return tuple(flip_and_rotate((patch, lq), rng, use_hflip=self.use_hflip, use_rot=self.use_rot))

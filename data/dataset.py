@@ -1,0 +1,155 @@
+"""What the image datasets share: options, readers, random numbers, tensors, and the crop of a training sample."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from data.augment import draw_textured_crop
+from data.backends import ImageReader, open_source
+from data.io import check_policies, convert_color, to_float
+from data.pairs import Problems
+from data.verify import MODES
+from options.errors import OptionsError
+from options.registry import nearest
+
+PHASES = ("train", "val", "test")
+# keeps the random numbers of samples apart from those of the order
+_SAMPLE_STREAM = 2
+
+
+class ImageDataset(Dataset):
+    """Base of the image datasets.
+
+    Args:
+        phase: ``"train"``, ``"val"`` or ``"test"``.
+        scale: side of the GT over side of the LQ.
+        seed: with epoch and index it fixes all randomness of a sample.
+        name: what logs and messages call the set.
+        io_backend: ``{type: disk | memory | lmdb}``, see :mod:`data.backends`.
+        color: ``"rgb"``, ``"gray"`` or ``"y"``, see :func:`data.io.convert_color`.
+        alpha: ``"error"``, ``"drop"``, ``"white"`` or ``"black"``, see :func:`data.io.remove_alpha`.
+        mean, std: both tensors become ``(x - mean) / std``; one number per channel.
+        verify: ``"headers"``, ``"full"`` or ``"off"``, see :mod:`data.verify`.
+    """
+
+    def __init__(
+        self,
+        *,
+        phase: str,
+        scale: int,
+        seed: int,
+        name: str,
+        io_backend: Mapping[str, Any] | None,
+        color: str,
+        alpha: str,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        verify: str,
+    ) -> None:
+        self.name = name or type(self).__name__
+        for key, value, known in (("phase", phase, PHASES), ("verify", verify, MODES)):
+            if value not in known:
+                raise OptionsError(f"{key}: {value} is not known{nearest(value, known)} ({', '.join(known)})")
+        if not isinstance(scale, int) or scale < 1:
+            raise OptionsError(f"scale: {scale} is not a whole number from 1")
+        if seed < 0:
+            raise OptionsError(f"seed: {seed} is below 0")
+        check_policies(color, alpha)
+        self.phase, self.scale, self.seed = phase, scale, seed
+        self.color, self.alpha, self.verify = color, alpha, verify
+        self.io_backend = dict(io_backend or {})
+        channels = 3 if color == "rgb" else 1
+        self.mean = _per_channel("mean", mean, channels, 0.0)
+        self.std = _per_channel("std", std, channels, 1.0)
+        self.problems = Problems(f"{self.name} ({phase})")
+
+    def preload(self) -> None:
+        """With the memory backend, read everything now, so that workers forked later share it."""
+
+    def _reader(self, dataroot: str) -> ImageReader:
+        return ImageReader(open_source(dataroot, self.io_backend), self.io_backend, self.alpha)
+
+    def _rng(self, epoch: int, index: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, epoch, index, _SAMPLE_STREAM])
+
+    def _tensor(self, image: np.ndarray) -> torch.Tensor:
+        """(h, w, 1 or 3), uint8 or uint16, any strides -> float32 (c, h, w)"""
+        planes = to_float(np.ascontiguousarray(image.transpose(2, 0, 1)))
+        if self.color != "rgb":
+            planes = convert_color(planes.transpose(1, 2, 0), self.color).transpose(2, 0, 1)
+        elif planes.shape[0] == 1:
+            planes = np.repeat(planes, 3, axis=0)
+        if self.mean is not None or self.std is not None:
+            planes = (planes - (0 if self.mean is None else self.mean)) / (1 if self.std is None else self.std)
+        return torch.from_numpy(np.ascontiguousarray(planes, dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class Crop:
+    """How training samples are cut out of pictures.
+
+    Attributes:
+        gt_size: side of the GT crop in pixels.
+        scale: side of the GT over side of the LQ; crops lie on its grid.
+        min_texture: what :func:`data.augment.texture` of the GT crop should exceed (8 redraws); 0 is off.
+        small: ``"error"`` refuses pictures smaller than the crop, ``"pad"`` continues them.
+    """
+
+    gt_size: int
+    scale: int
+    min_texture: float = 0.0
+    small: str = "error"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gt_size, int) or self.gt_size < 1:
+            raise OptionsError(f"gt_size: {self.gt_size} is not a whole number from 1; a train set needs it")
+        if self.gt_size % self.scale:
+            down = self.gt_size // self.scale * self.scale
+            near = f"{down} or {down + self.scale}" if down else str(self.scale)
+            raise OptionsError(f"gt_size: {self.gt_size} is not a multiple of scale {self.scale}; take {near}")
+        if self.small not in ("error", "pad"):
+            raise OptionsError(f"small: {self.small} is not known{nearest(self.small, ('error', 'pad'))} (error, pad)")
+        if self.min_texture < 0:
+            raise OptionsError(f"min_texture: {self.min_texture} is below 0")
+
+    def draw(self, gt: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
+        """Top and left of a crop in GT pixels, multiples of the scale."""
+        return draw_textured_crop(gt, (self.gt_size, self.gt_size), self.scale, self.min_texture, rng)
+
+    def problem(self, path: str, height: int, width: int) -> str | None:
+        """Why a GT picture of this size cannot be used, or None."""
+        if self.small == "pad" or min(height, width) >= self.gt_size:
+            return None
+        return f"{path} is {height}x{width}, smaller than gt_size {self.gt_size}; remove it or set small: pad"
+
+    def enlarge(self, image: np.ndarray, scale: int) -> np.ndarray:
+        """Continue a picture that is smaller than the crop, to the bottom and to the right.
+
+        The mirror repeats the edge pixel, so that LQ and GT pixels stay above each other at any scale.
+
+        Args:
+            image: ``(h, w, c)``.
+            scale: 1 for a GT picture, the scale for an LQ picture.
+        """
+        side = self.gt_size // scale
+        lacking = [(0, max(0, side - length)) for length in image.shape[:2]]
+        return np.pad(image, [*lacking, (0, 0)], mode="symmetric") if any(n for _, n in lacking) else image
+
+
+def split_key(key: int | tuple[int, int]) -> tuple[int, int]:
+    """``index`` or ``(epoch, index)`` -> ``(epoch, index)``; the epoch of a plain index is 0."""
+    return (int(key[0]), int(key[1])) if isinstance(key, tuple | list) else (0, int(key))
+
+
+def _per_channel(key: str, values: Sequence[float] | None, channels: int, neutral: float) -> np.ndarray | None:
+    if values is None or all(value == neutral for value in values):
+        return None
+    if len(values) not in (1, channels):
+        raise OptionsError(f"{key}: {len(values)} numbers for {channels} channels")
+    if key == "std" and 0 in values:
+        raise OptionsError(f"std: {list(values)} holds a zero")
+    return np.array(values, np.float32).reshape(-1, 1, 1)
