@@ -1,0 +1,395 @@
+"""Weights and training states on disk.
+
+Three kinds of files, each written whole (a temporary file beside it, then a rename) and read without running any code
+from it: ``.pth`` with ``params`` and ``params_ema`` as BasicSR writes it, ``.safetensors`` with facts about the weights
+beside them, ``.state`` with plain types and tensors to resume from.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from options.errors import OptionsError, UserError
+
+logger = logging.getLogger("pellucid")
+
+SECTIONS = ("params_ema", "params", "state_dict", "model")
+BARE = "the file itself"
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+_WRAPPERS = ("module.", "_orig_mod.")
+_MISMATCH = re.compile(
+    r"size mismatch for (\S+): copying a param with shape torch\.Size\((.*?)\) from checkpoint, "
+    r"the shape in current model is torch\.Size\((.*?)\)"
+)
+# what torch raises on a file that is cut, mangled, or no checkpoint at all
+_UNREADABLE = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, SafetensorError, RuntimeError, EOFError, OSError, MemoryError),
+    *(ValueError, KeyError, IndexError, AttributeError, TypeError, ImportError, OverflowError, AssertionError),
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file of weights holds.
+
+    Attributes:
+        path: the file.
+        sections: ``params_ema``, ``params``, ... or ``the file itself``, each key -> tensor, on the CPU.
+        metadata: facts that a safetensors file carries, empty for others.
+    """
+
+    path: Path
+    sections: dict[str, dict[str, Tensor]]
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What :func:`load_weights` did.
+
+    Attributes:
+        path: the file.
+        key: the part of it that was used: ``params_ema``, ``params``, ...
+        loaded, total: tensors that the file provided, and tensors of the network.
+        missing: the network's keys that the file lacks.
+        unexpected: the file's keys that the network lacks.
+        mismatched: the network's keys -> shape in the file, shape in the network.
+        metadata: facts that a safetensors file carries.
+    """
+
+    path: Path
+    key: str
+    loaded: int
+    total: int
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> str:
+        """How many keys are missing, unexpected or of another shape, in words; empty when every tensor fits."""
+        if not (self.missing or self.unexpected or self.mismatched):
+            return ""
+        counts = f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
+        return f"{counts}, {len(self.mismatched)} of another shape"
+
+    def __str__(self) -> str:
+        text = f"{self.key}, {self.loaded} of {self.total} tensors"
+        return f"{text} ({self.problems})" if self.problems else text
+
+
+def save_pth(path: Path | str, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write weights as ``.pth``, on the CPU, their keys without ``module.``.
+
+    Args:
+        path: the file.
+        weights: ``{"params": ..., "params_ema": ...}``, the second where there is an average.
+
+    Raises:
+        UserError: the file cannot be written; one that was there before is still whole.
+    """
+    content = {section: _on_cpu({_unwrap(k): v for k, v in params.items()}) for section, params in weights.items()}
+    _write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
+
+
+def save_safetensors(path: Path | str, params: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
+    """Write one set of weights as ``.safetensors``.
+
+    Args:
+        path: the file.
+        params: key -> tensor; tensors that share memory are written out each.
+        metadata: facts about the weights; what is not a string is written as JSON. The reader looks at ``network_g``
+            (the network's ``type`` and arguments), ``scale`` and ``weights`` (``params`` or ``params_ema``).
+
+    Raises:
+        UserError: the file cannot be written; one that was there before is still whole.
+    """
+    facts = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in (metadata or {}).items()}
+    # the format knows neither shared memory nor strides
+    separate = {_unwrap(k): v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in params.items()}
+    _write_whole(Path(path), lambda temporary: save_file(separate, temporary, {"format": "pt", **facts}))
+
+
+def save_state(path: Path | str, state: Mapping[str, Any]) -> None:
+    """Write a training state.
+
+    Args:
+        path: the file.
+        state: plain types (numbers, strings, None, lists, tuples, dictionaries) and tensors, nested as needed.
+
+    Raises:
+        TypeError: something else is in it, which a safe reader would refuse; the message says where.
+        UserError: the file cannot be written; one that was there before is still whole.
+    """
+    content = _on_cpu(state)
+    _write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
+
+
+def load_state(path: Path | str) -> dict[str, Any]:
+    """Read a training state, its tensors on the CPU.
+
+    Raises:
+        OptionsError: no such file, or it is damaged, or no training state.
+    """
+    content, _ = _read(Path(path))
+    if not isinstance(content, dict):
+        raise OptionsError(f"{path} is no training state: it holds a {type(content).__name__}")
+    return content
+
+
+def read_checkpoint(path: Path | str) -> Checkpoint:
+    """Read a file of weights: .pth (``params_ema``, ``params``, ``state_dict``, bare) or safetensors, known by content.
+
+    Raises:
+        OptionsError: no such file, or it is damaged, or holds no weights.
+    """
+    path = Path(path)
+    content, metadata = _read(path)
+    if metadata is not None:
+        return Checkpoint(path, {metadata.get("weights", "params"): content}, metadata)
+    if isinstance(content, Mapping):
+        sections = {key: dict(content[key]) for key in SECTIONS if _holds_weights(content.get(key))}
+        if sections:
+            return Checkpoint(path, sections)
+        if _holds_weights(content):
+            return Checkpoint(path, {BARE: dict(content)})
+    found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
+    raise OptionsError(f"{path} holds no weights: found {found}; looked for {', '.join(SECTIONS)} or a bare state dict")
+
+
+def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None, strict: bool = True) -> Loaded:
+    """Load a file of weights into a network.
+
+    Args:
+        network: without wrappers (DDP, compile); untouched when the file is refused.
+        path: any file that :func:`read_checkpoint` reads.
+        key: ``params_ema`` or ``params``; None takes the average where there is one. A key that the file lacks gives
+            way, with a notice, to one that it has.
+        strict: refuse a file that does not fit to the last tensor; otherwise load what fits and log the counts.
+
+    Raises:
+        OptionsError: the file cannot be read, does not fit, or (not strict) has nothing in common with the network.
+    """
+    checkpoint = read_checkpoint(path)
+    section = key if key in checkpoint.sections else next(iter(checkpoint.sections))
+    if key not in (None, section):
+        logger.warning(f"{path} has no {key}; {section} is used")
+    before = {name: value.clone() for name, value in network.state_dict().items() if isinstance(value, Tensor)}
+    state = {k if k in before else _unwrap(k): v for k, v in checkpoint.sections[section].items()}
+    accepted = False
+    try:
+        missing, unexpected, mismatched = _load_what_fits(network, state, checkpoint.path)
+        # a layer may fill in what a file lacks, and that is not loaded
+        count = min(len(before) - len(missing), len(state) - len(unexpected)) - len(mismatched)
+        facts = checkpoint.metadata
+        result = Loaded(checkpoint.path, section, count, len(before), missing, unexpected, mismatched, facts)
+        if (strict and result.problems) or count <= 0:
+            raise OptionsError(_explain(result, network, strict))
+        accepted = True
+    finally:
+        if not accepted:
+            _put_back(network, before)
+    if result.problems:
+        logger.warning(f"{path} fits in part: {result}")
+    return result
+
+
+def keep_last(folder: Path | str, n: int, *, protect: Collection[int] = ()) -> list[Path]:
+    """Delete all but the ``n`` newest of the files that carry an iteration in their name.
+
+    ``net_g_5000.pth``, ``net_g_5000.safetensors`` and ``5000.state`` carry one; files without, such as
+    ``net_g_latest.pth`` and ``net_g_best.safetensors``, are never deleted, nor is the newest.
+
+    Args:
+        folder: where the files are.
+        n: iterations to keep, of each kind of file (net_g, net_d, ...); at least 1.
+        protect: iterations that stay whatever their age, the best one for instance.
+
+    Returns:
+        The deleted files.
+    """
+    if n < 1:
+        raise ValueError(f"at least the newest file stays, so n must be at least 1, got {n}")
+    found: dict[str, dict[int, list[Path]]] = {}
+    for path in sorted(Path(folder).glob("*")):
+        match = re.fullmatch(r"(|.*_)(\d+)\.(pth|safetensors|state)", path.name)
+        if match and path.is_file():
+            found.setdefault(match[1], {}).setdefault(int(match[2]), []).append(path)
+    deleted = []
+    for files in found.values():
+        for iteration in sorted(files)[:-n]:
+            if iteration not in protect:
+                deleted += files[iteration]
+    for path in deleted:
+        path.unlink(missing_ok=True)
+    return deleted
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, then put it in its place in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    # torch and safetensors report a full disk in their own ways
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(f"cannot write {path}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _save_torch(content: Any, path: Path) -> None:
+    # through an open file, or the archive's inner names would depend on the temporary name
+    with path.open("wb") as file:
+        torch.save(content, file)
+
+
+def _on_cpu(value: Any, place: str = "state") -> Any:
+    """The same nest of plain types, its tensors on the CPU and no larger than what they show."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return tensor if whole else tensor.clone()
+    if isinstance(value, Mapping):
+        return {_plain_key(key, place): _on_cpu(entry, f"{place}[{key!r}]") for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_cpu(entry, f"{place}[{i}]") for i, entry in enumerate(value))
+    if type(value) not in _PLAIN:
+        raise TypeError(f"{place} is a {type(value).__name__}; a saved state holds plain types and tensors only")
+    return value
+
+
+def _plain_key(key: Any, place: str) -> Any:
+    if type(key) not in _PLAIN:
+        raise TypeError(f"{place} has a key of type {type(key).__name__}; keys are plain types")
+    return key
+
+
+def _unwrap(key: str) -> str:
+    """A key without the prefixes of DDP and torch.compile."""
+    while key.startswith(_WRAPPERS):
+        key = key.split(".", 1)[1]
+    return key
+
+
+def _load_what_fits(
+    network: nn.Module, state: dict[str, Tensor], path: Path
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, str]]]:
+    """Load; return the missing keys, the unexpected ones, and the mismatched ones with both shapes.
+
+    Shapes are not compared here: a network may resample tensors while it loads them (SST does, between scales).
+    """
+    mismatched: dict[str, tuple[str, str]] = {}
+    try:
+        keys = network.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        for name, in_file, in_network in _MISMATCH.findall(str(error)):
+            mismatched[name] = (in_file, in_network)
+        if not mismatched:
+            raise OptionsError(f"{path} does not fit {type(network).__name__}: {str(error)[:500]}") from error
+        keys = network.load_state_dict({k: v for k, v in state.items() if k not in mismatched}, strict=False)
+    missing = tuple(name for name in keys.missing_keys if name not in mismatched)
+    return missing, tuple(keys.unexpected_keys), mismatched
+
+
+@torch.no_grad()
+def _put_back(network: nn.Module, before: Mapping[str, Tensor]) -> None:
+    for name, value in network.state_dict().items():
+        if name in before:
+            value.copy_(before[name])
+
+
+def _explain(result: Loaded, network: nn.Module, strict: bool) -> str:
+    """A misfit on one screen: the counts, the first few keys of each kind, the likely reason, the way out."""
+    lines = [f"{result.path} ({result.key}) does not fit {type(network).__name__}: {result.problems}"]
+    shapes = [f"{name}: {a} in the file, {b} in the network" for name, (a, b) in result.mismatched.items()]
+    for title, names in (("missing", result.missing), ("unexpected", result.unexpected), ("another shape", shapes)):
+        lines += [f"  {title}: {name[:150]}" for name in names[:3]]
+        if len(names) > 3:
+            lines.append(f"  {title}: and {len(names) - 3} more")
+    lines.append(f"likely reason: {_likely_reason(result, network)}")
+    if strict and result.loaded > 0:
+        lines.append("path.strict_load_g: false loads what fits")
+    return "\n".join(lines)
+
+
+def _likely_reason(result: Loaded, network: nn.Module) -> str:
+    facts, name = result.metadata, type(network).__name__
+    made_with = facts.get("network_g", "")
+    kind = re.search(r'"type": "(\w+)"', made_with)
+    if kind and kind[1] != name:
+        return f"the file holds a {kind[1]}, the network is a {name}"
+    scale = str(getattr(network, "scale", ""))
+    if scale and facts.get("scale", scale) != scale:
+        return f"the file is for scale {facts['scale']}, the network for scale {scale}"
+    if made_with:
+        return f"other arguments of the network; the file was made with {made_with[:500]}"
+    misfits = len(result.mismatched)
+    if result.loaded + misfits <= 0:
+        return "another architecture: not one name is shared"
+    if misfits > result.loaded:
+        return "another width (dim, channels, heads): the names agree, most shapes do not"
+    if misfits:
+        return "another scale, or another number of channels at the ends: only a few shapes differ"
+    return "another depth (number of blocks) or another variant of the network"
+
+
+def _holds_weights(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(isinstance(key, str) and isinstance(entry, Tensor) for key, entry in value.items())
+
+
+def _read(path: Path) -> tuple[Any, dict[str, str] | None]:
+    """The content of a file, and the metadata of one in the safetensors format (None for others)."""
+    path = path.expanduser()
+    if not path.exists():
+        near = f"; {path.parent} does not exist either" if not path.parent.is_dir() else ""
+        raise OptionsError(f"no such file: {path}{near}")
+    if not path.is_file():
+        raise OptionsError(f"{path} is a folder, not a file of weights or a training state")
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError as error:
+        raise OptionsError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        if start[8:9] == b"{":
+            with safe_open(path, framework="pt") as opened:
+                return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+        return torch.load(path, map_location="cpu", weights_only=True), None
+    except _UNREADABLE as error:
+        raise OptionsError(f"cannot read {path}: {_why_unreadable(path, start, error)}") from error
+
+
+def _why_unreadable(path: Path, start: bytes, error: BaseException) -> str:
+    if not start:
+        return "it is empty"
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, not the file; fetch it with git lfs pull"
+    if start.lstrip()[:1] == b"<":
+        return "it is a web page, not a checkpoint; download it again"
+    refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+    if refused:
+        return f"it holds Python objects ({refused[1]}); only tensors and plain types are loaded, as it could run code"
+    size = path.stat().st_size
+    return f"it is damaged, cut short or no checkpoint ({size} bytes; {type(error).__name__})"
