@@ -79,7 +79,8 @@ class Registry:
                 logger.warning(notice)
         if name not in self._entries:
             known = self.names() + sorted(self._aliases)
-            raise UnknownName(f"unknown {self.kind} {name}{nearest(name, known)} Known: {', '.join(known) or 'none'}")
+            hint = nearest(name, known) or "."
+            raise UnknownName(f"unknown {self.kind} {name}{hint} Known: {', '.join(known) or 'none'}")
         return self._entries[name]
 
     def names(self) -> list[str]:
@@ -137,7 +138,7 @@ def wrong_arguments(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 def takes_options_dict(entry: Callable[..., Any]) -> bool:
     """True for a BasicSR-style component, built as ``Class(opt)`` from one dictionary."""
     parameters = list(inspect.signature(entry).parameters.values())
-    return len(parameters) == 1 and parameters[0].name in ("opt", "opts") and parameters[0].default is parameters[0].empty
+    return len(parameters) == 1 and parameters[0].name in ("opt", "opts")
 
 
 def _source(target: Any) -> tuple[str, str]:
@@ -153,3 +154,5 @@ MODELS = Registry("model")
 DATASETS = Registry("dataset")
 LOSSES = Registry("loss")
 METRICS = Registry("metric")
+OPTIMIZERS = Registry("optimizer")
+SCHEDULERS = Registry("scheduler")

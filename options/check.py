@@ -1,0 +1,118 @@
+"""Components against the signatures of their constructors, before anything is created.
+
+A network, data set, loss, metric, optimizer or schedule is a ``type`` and keyword arguments. The names are checked
+against the constructor of that type, the values against its annotations.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from options.registry import Registry, UnknownName, nearest, takes_options_dict
+
+Problem = tuple[tuple[str | int, ...], str]
+
+
+def component(registry: Registry, spec: Any, path: tuple[str | int, ...], given: Iterable[str] = ()) -> list[Problem]:
+    """Check one component.
+
+    Args:
+        registry: where ``type`` is looked up.
+        spec: what the option file says; anything but a mapping is left to the schema.
+        path: the place in the option file.
+        given: arguments that the program provides, so that the file need not.
+
+    Returns:
+        a pair (place, message) for each problem.
+    """
+    if not isinstance(spec, Mapping):
+        return []
+    if "type" not in spec:
+        typo = nearest("type", spec, 0.7)
+        known = f"type is missing (one of {', '.join(registry.names())})"
+        return [((*path, "type"), f"{known}; is {typo.split()[-1][:-1]} a misspelling of it?" if typo else known)]
+    if not isinstance(spec["type"], str):
+        return [((*path, "type"), f"must be the name of a {registry.kind}, got {spec['type']!r}")]
+    try:
+        entry = registry.get(spec["type"])
+    except UnknownName as error:
+        return [((*path, "type"), str(error))]
+    if takes_options_dict(entry):
+        return []
+    values = {key: value for key, value in spec.items() if key != "type"}
+    return arguments(entry, values, path, set(given))
+
+
+def arguments(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple, given: set[str]) -> list[Problem]:
+    """Check the keyword arguments of one constructor; see :func:`component`."""
+    parameters = inspect.signature(entry).parameters
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    allowed = {name: parameter for name, parameter in named.items() if name not in given}
+    problems: list[Problem] = []
+    suggested = set()
+    for key in values:
+        if key not in named and not free:
+            suggestion = nearest(key, allowed)
+            suggested.add(suggestion[len("; did you mean ") : -1])
+            takes = "" if suggestion else f"; it takes {', '.join(allowed)}"
+            problems.append(((*path, key), f"unknown argument of {entry.__name__}{suggestion}{takes}"))
+    for name, parameter in allowed.items():
+        if parameter.default is parameter.empty and name not in values and name not in suggested:
+            problems.append(((*path, name), f"is missing; {entry.__name__} needs it"))
+    return problems + _values(entry, {k: v for k, v in values.items() if k in named}, path)
+
+
+def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -> list[Problem]:
+    function = entry.__init__ if inspect.isclass(entry) else entry
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError):
+        return []
+    fields = {name: (hints[name], ...) for name in values if name in hints}
+    try:
+        # the names of fields are arguments here, so a clash with pydantic's own attributes is harmless
+        model = create_model("Arguments", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
+    except (PydanticUserError, NameError):
+        return []
+    try:
+        model(**{name: values[name] for name in fields})
+    except ValidationError as error:
+        return [
+            ((*path, *_place(found["loc"], values)), describe(found)) for found in _one_per_argument(error.errors())
+        ]
+    return []
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """One sentence for a pydantic error, the offending value in it."""
+    message = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if found["type"] == "missing":
+        return "is missing"
+    if found["type"] == "value_error":
+        return message
+    value = repr(found["input"])
+    return f"{message}, got {value if len(value) <= 60 else value[:57] + '...'}"
+
+
+def _one_per_argument(errors: list) -> list:
+    """A union reports each of its members; the first says enough."""
+    first: dict[Any, Any] = {}
+    for found in errors:
+        first.setdefault(found["loc"][0], found)
+    return list(first.values())
+
+
+def _place(loc: tuple, values: Mapping[str, Any]) -> tuple:
+    """The part of pydantic's location that is a place in the file (union members add names of types)."""
+    place, inside = [loc[0]], values.get(loc[0])
+    for step in loc[1:]:
+        if not (isinstance(inside, (list, tuple)) and isinstance(step, int)):
+            break
+        place.append(step)
+        inside = inside[step] if step < len(inside) else None
+    return tuple(place)

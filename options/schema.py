@@ -1,0 +1,222 @@
+"""Every option of a run: its type, default, range and meaning.
+
+The vocabulary is BasicSR's, with the further keys of the published option files. Unknown keys are refused. A key
+that is known but changes nothing here carries ``inert``: it is accepted, and a notice says why. The arguments of
+components (networks, data sets, losses, metrics, optimizers, schedulers) are checked against their constructors by
+``options.check``.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+
+
+def _inert(why: str, default: Any = None) -> Any:
+    return Field(default, description=f"accepted, without effect: {why}", json_schema_extra={"inert": why})
+
+
+class Strict(BaseModel):
+    """Frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+
+
+class Component(BaseModel):
+    """``type`` and the keyword arguments of the class or function of that name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    type: str = Field(description="name in the registry")
+
+    def spec(self) -> dict[str, Any]:
+        """``{"type": ..., argument: value}``, a fresh dictionary."""
+        return {"type": self.type, **(self.model_extra or {})}
+
+    def arguments(self) -> dict[str, Any]:
+        """The component's own keyword arguments."""
+        return dict(self.model_extra or {})
+
+
+class DatasetOptions(Component):
+    """One data set: the loader's keys are below, all others go to the data set's constructor."""
+
+    name: str = Field("", description="label in logs, tables and folders; default: the key of the section")
+    batch_size_per_gpu: Count = Field(16, description="samples per optimizer step, device and accumulation step")
+    num_worker_per_gpu: int = Field(2, ge=0, description="loader processes; 0 loads in the training process")
+    dataset_enlarge_ratio: Count = Field(1, description="how often one epoch repeats the pictures")
+    prefetch_mode: Literal["cpu", "cuda"] | None = Field(None, description="cuda copies ahead where there is a GPU")
+    num_prefetch_queue: Count = Field(2, description="batches that each worker prepares ahead")
+    pin_memory: bool = Field(False, description="page-locked batches for faster copies to a GPU")
+    persistent_workers: bool | None = Field(
+        None, description="keep the workers between validations; those of training live as long as the run"
+    )
+    use_shuffle: bool = Field(True, description="draw the pictures in random order (training)")
+    mini_batch_sizes: list[int] | None = _inert("the batch stays batch_size_per_gpu throughout")
+    iters: list[int] | None = _inert("the patch size stays gt_size throughout")
+    gt_sizes: list[int] | None = _inert("the patch size stays gt_size throughout")
+    geometric_augs: bool | None = _inert("use_hflip and use_rot choose the augmentation")
+    # filled in by the loader, not by the user
+    phase: Literal["train", "val", "test"] = Field("train", exclude=True)
+    scale: Count = Field(1, exclude=True)
+    seed: int = Field(0, exclude=True)
+
+    def arguments(self) -> dict[str, Any]:
+        """The data set's own keyword arguments, its name included."""
+        return {"name": self.name, **(self.model_extra or {})}
+
+
+class MetricOptions(Component):
+    """A metric, computed on pictures rounded to 8 bit as they would be saved."""
+
+    better: Literal["higher", "lower"] = Field("higher", description="which of two values is the better one")
+
+
+class PathOptions(Strict):
+    """Where weights come from and results go."""
+
+    root: Path | None = Field(None, description="folder of experiments/, results/ and tb_logger/; default: here")
+    pretrain_network_g: Path | None = Field(None, description="weights to start from (.pth or .safetensors)")
+    param_key_g: str | None = Field("auto", description="params, params_ema or auto (the average where there is one)")
+    strict_load_g: bool = Field(True, description="false loads what fits and reports the rest")
+    resume_state: Path | None = Field(None, description="a .state file to continue from")
+    ignore_resume_networks: list[str] | None = Field(None, description="networks that a resumed run does not load")
+    experiments_root: Path | None = Field(None, description="default: experiments/ under root")
+    results_root: Path | None = Field(None, description="default: results/ under root")
+
+
+class MixupOptions(Strict):
+    """Mixup as in the published dehazing files."""
+
+    mixup: bool = False
+    mixup_beta: float = Field(1.2, gt=0)
+    use_identity: bool = True
+
+
+class TrainOptions(Strict):
+    """How the network is trained; one iteration is one optimizer step."""
+
+    total_iter: Count = Field(description="optimizer steps of the whole run")
+    warmup_iter: int = Field(-1, ge=-1, description="steps of linear warm-up; -1: none")
+    ema_decay: float = Field(0, ge=0, lt=1, description="decay per step of the moving average of the weights; 0: none")
+    optim_g: Component = Field(description="optimizer: type, lr and its further arguments")
+    scheduler: Component | None = Field(None, description="learning rate; default: constant after the warm-up")
+    pixel_opt: Component | None = Field(None, description="loss between output and ground truth, logged as l_pix")
+    fft_loss_opt: Component | None = Field(None, description="loss in the frequency domain, logged as l_fft")
+    losses: dict[str, Component] = Field(default_factory=dict, description="further losses: label -> loss")
+    use_grad_clip: bool = Field(False, description="limit the gradient norm to grad_clip")
+    grad_clip: float = Field(0.01, gt=0, description="largest gradient norm, where use_grad_clip is on")
+    accum_iter: Count = Field(1, description="batches whose gradients are averaged in one optimizer step")
+    use_amp: bool = Field(False, description="mixed precision (autocast)")
+    amp_dtype: Literal["bfloat16", "float16"] = Field("bfloat16", description="number format of mixed precision")
+    use_compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        False, description="torch.compile, with its mode"
+    )
+    use_channels_last: bool = Field(True, description="channels-last memory layout")
+    use_checkpointing: bool = Field(False, description="recompute activations in the backward pass, to save memory")
+    nan_guard: Literal["stop", "skip", "off"] = Field("stop", description="at a loss or gradient that is not finite")
+    mixing_augs: MixupOptions | None = _inert("mixup is not applied")
+    wave_opt: Component | None = _inert("no published model uses the wavelet loss")
+    perceptual_opt: Component | None = _inert("perceptual losses need weights that do not ship with Pellucid")
+    use_ema: bool | None = _inert("ema_decay alone decides")
+    manual_seed: int | None = _inert("the seed is the top-level manual_seed")
+
+    def loss_specs(self) -> dict[str, dict[str, Any]]:
+        """Label in the log -> spec of the loss."""
+        named = {"l_pix": self.pixel_opt, "l_fft": self.fft_loss_opt, **self.losses}
+        return {label: loss.spec() for label, loss in named.items() if loss is not None}
+
+
+class ValOptions(Strict):
+    """How the network is judged."""
+
+    val_freq: Count = Field(5000, description="steps between validations")
+    save_img: bool = Field(False, description="write the result pictures")
+    suffix: str | None = Field(None, description="ending of the result pictures' names; default: the run's name")
+    pbar: bool = Field(True, description="progress of a validation, on a terminal")
+    metrics: dict[str, MetricOptions] = Field(default_factory=dict, description="label -> metric")
+    baseline: Literal["bicubic", "input"] | None = Field(None, description="also score enlarged or untouched input")
+    tile: int | None = Field(None, ge=16, description="side of the tiles in input pixels; default: the whole picture")
+    overlap: int | None = Field(None, ge=0, description="overlap of tiles in input pixels; default: from the network")
+    self_ensemble: bool = Field(False, description="average over the 8 flips and rotations")
+    window_size: int | None = _inert("padding follows what the network states about itself")
+    rgb2bgr: bool | None = _inert("pictures are RGB throughout")
+    use_image: bool | None = _inert("metrics are computed on pictures, rounded to 8 bit")
+    max_minibatch: int | None = _inert("val.tile bounds the memory")
+
+
+class WandbOptions(Strict):
+    """Weights & Biases, beside the other logs; needs the wandb package."""
+
+    project: str | None = None
+    resume_id: str | None = None
+
+
+class LoggerOptions(Strict):
+    """What is written, and how often."""
+
+    print_freq: Count = Field(100, description="steps between log lines")
+    save_checkpoint_freq: Count = Field(5000, description="steps between checkpoints")
+    keep_checkpoints: Count | None = Field(
+        None, description="newest checkpoints to keep, besides the best; default: all"
+    )
+    use_tb_logger: bool = Field(True, description="write tensorboard files")
+    wandb: WandbOptions | None = Field(None, description="only used where project is set")
+    use_pbar: bool | None = _inert("a progress bar is shown on a terminal only")
+
+
+class DistOptions(Strict):
+    """Process group."""
+
+    backend: Literal["nccl", "gloo"] = Field("nccl", description="falls back to gloo where there is no CUDA")
+    port: int = Field(29500, ge=1, le=65535)
+    timeout: float = Field(600, gt=0, description="seconds until a silent process ends the run")
+
+
+class Options(Strict):
+    """One run, whole."""
+
+    name: str = Field(description="name of the run: the folder under experiments/ or results/")
+    model_type: str = Field("RestorationModel", description="how the network is trained and judged")
+    scale: Count = Field(1, description="output size over input size; 1 for restoration")
+    num_gpu: int | Literal["auto"] = Field("auto", description="0: CPU; auto: one GPU where there is one")
+    manual_seed: int = Field(0, ge=0, description="seed of weights, order and augmentation")
+    deterministic: bool = Field(False, description="only deterministic operators, at some cost in speed")
+    import_paths: list[Path] = Field(default_factory=list, description="files or folders with your own components")
+    find_unused_parameters: bool = Field(False, description="for distributed training of networks with idle parameters")
+    network_g: Component = Field(description="the network")
+    datasets: dict[str, DatasetOptions] = Field(description="train, val, val_1 .., test, test_1 ..")
+    path: PathOptions = Field(default_factory=PathOptions)
+    train: TrainOptions | None = Field(None, description="needed by train.py")
+    val: ValOptions = Field(default_factory=ValOptions)
+    logger: LoggerOptions = Field(default_factory=LoggerOptions)
+    dist_params: DistOptions = Field(default_factory=DistOptions)
+    file: Path | None = Field(None, exclude=True, description="the option file; filled in by the loader")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        if not name or name in (".", "..") or any(mark in name for mark in '/\\:*?"<>|\0') or name != name.strip():
+            raise ValueError(f"{name!r} cannot be the name of a folder; use letters, digits, - and _")
+        return name
+
+    @field_validator("path", "val", "logger", "dist_params", mode="before")
+    @classmethod
+    def _empty_section(cls, section: Any) -> Any:
+        return {} if section is None else section
+
+    @model_validator(mode="after")
+    def _only_one_training_set(self) -> "Options":
+        if len([key for key in self.datasets if phase_of(key) == "train"]) > 1:
+            raise ValueError("datasets: only one training set can be given; merge the folders")
+        return self
+
+    def phase(self, *phases: str) -> dict[str, DatasetOptions]:
+        """The data sets of these phases, in the order of the file."""
+        return {key: dataset for key, dataset in self.datasets.items() if dataset.phase in phases}
+
+
+def phase_of(key: str) -> str:
+    """``val_1`` -> ``val``."""
+    return key.split("_")[0]

@@ -1,0 +1,92 @@
+"""YAML with numbers as people write them (``1e-4``), no duplicate keys, and the line of every key."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from options.errors import OptionsError
+
+Lines = dict[tuple[str | int, ...], int]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader whose floats are those of YAML 1.2."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?
+        |[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+
+
+def read(path: Path) -> tuple[dict[str, Any], Lines]:
+    """Read an option file.
+
+    Returns:
+        the options, and for the path of each key (``("train", "total_iter")``) its line, from 1.
+
+    Raises:
+        OptionsError: there is no such file, it is not YAML, or a key stands twice in one section.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise OptionsError(f"there is no option file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"the option file {path} cannot be read: {error}") from None
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        lines: Lines = {}
+        problems: list[str] = []
+        _walk(node, (), lines, problems, str(path))
+        if problems:
+            raise OptionsError("\n".join(problems))
+        options = loader.construct_document(node) if node is not None else None
+    except (yaml.YAMLError, ValueError) as error:
+        raise OptionsError(f"{path} is not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+    if not isinstance(options, dict):
+        raise OptionsError(f"{path} must hold sections such as network_g: and train:, found {type(options).__name__}")
+    return options, lines
+
+
+def value_of(text: str, place: str) -> Any:
+    """The value of an override, typed as YAML types it: ``1e-4``, ``true``, ``[1, 2]``, ``~``, ``text``."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError) as error:
+        raise OptionsError(f"{place}: {text!r} is not a YAML value: {str(error).splitlines()[0]}") from None
+    finally:
+        loader.dispose()
+
+
+def _walk(node: yaml.Node | None, path: tuple[str | int, ...], lines: Lines, problems: list[str], file: str) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            line = key.start_mark.line + 1
+            if name in seen and name != "<<":
+                place = ".".join(map(str, (*path, name)))
+                problems.append(f"{file}:{line}: {place} stands twice (first in line {seen[name]}); keep one")
+            seen[name] = line
+            lines[(*path, name)] = line
+            _walk(value, (*path, name), lines, problems, file)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*path, index)] = value.start_mark.line + 1
+            _walk(value, (*path, index), lines, problems, file)

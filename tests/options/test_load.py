@@ -1,0 +1,251 @@
+"""A file becomes frozen options, or every mistake in it is told at once."""
+
+import pytest
+import yaml
+
+from options import load
+from options.errors import OptionsError
+
+
+def mistakes(error):
+    """The lines of the message, without the head line."""
+    return str(error.value).splitlines()[1:]
+
+
+def test_a_right_file_loads_with_its_types(load_file, right):
+    options = load_file(right)
+    assert options.train.optim_g.spec()["lr"] == 1e-3
+    assert options.datasets["val"].phase == "val"
+    assert options.datasets["train"].scale == 2
+    assert "batch_size_per_gpu" not in options.datasets["train"].arguments()
+
+
+def test_options_are_frozen(load_file, right):
+    options = load_file(right)
+    with pytest.raises(ValueError, match="frozen"):
+        options.name = "other"
+
+
+def test_six_typos_are_six_messages_with_suggestions(load_file, right):
+    right["modle_type"] = right.pop("model_type")
+    right["network_g"]["dimm"] = right["network_g"].pop("dim")
+    right["datasets"]["train"]["use_hflp"] = right["datasets"]["train"].pop("use_hflip")
+    right["train"]["tota_iter"] = right["train"].pop("total_iter")
+    right["train"]["optim_g"]["wieght_decay"] = right["train"]["optim_g"].pop("weight_decay")
+    right["val"]["metrics"]["psnr"]["crop_boarder"] = right["val"]["metrics"]["psnr"].pop("crop_border")
+    with pytest.raises(OptionsError) as error:
+        load_file(right)
+    told = mistakes(error)
+    assert len(told) == 6
+    for place, meant in [
+        ("modle_type", "model_type"),
+        ("network_g.dimm", "dim"),
+        ("datasets.train.use_hflp", "use_hflip"),
+        ("train.tota_iter", "total_iter"),
+        ("train.optim_g.wieght_decay", "weight_decay"),
+        ("val.metrics.psnr.crop_boarder", "crop_border"),
+    ]:
+        line = next(line for line in told if place in line)
+        assert f"did you mean {meant}?" in line
+        assert line.strip().startswith("line ")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "meant"),
+    [
+        (("network_g",), "STT", "SST"),
+        (("train", "optim_g"), "AdamWW", "AdamW"),
+        (("train", "scheduler"), "MultiStepLr", "MultiStepLR"),
+        (("train", "pixel_opt"), "L1Los", "L1Loss"),
+        (("val", "metrics", "psnr"), "calculate_pnsr", "calculate_psnr"),
+        (("datasets", "train"), "PairedImgDataset", "PairedImageDataset"),
+    ],
+)
+def test_a_misspelt_type_is_told_with_the_nearest_one(load_file, right, section, name, meant):
+    part = right
+    for key in section:
+        part = part[key]
+    part["type"] = name
+    with pytest.raises(OptionsError, match=f"did you mean {meant}"):
+        load_file(right)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train.total_iter=many", r"train\.total_iter: .*integer.*'many'"),
+        ("train.total_iter=0", r"train\.total_iter: .*greater than or equal to 1, got 0"),
+        ("train.total_iter=1.5", r"train\.total_iter"),
+        ("network_g.dim=wide", r"network_g\.dim: .*integer.*'wide'"),
+        ("network_g.window_sizes=[4, x]", r"network_g\.window_sizes"),
+        ("train.ema_decay=1", r"train\.ema_decay: .*less than 1"),
+        ("train.optim_g.lr=fast", r"train\.optim_g\.lr"),
+        ("train.optim_g.type=~", r"train\.optim_g\.type"),
+        ("name=a/b", r"name: 'a/b' cannot be the name of a folder"),
+        ("model_type=SRGANModel", r"model_type: unknown model SRGANModel"),
+        ("datasets.trian.type=PairedImageDataset", r"datasets\.trian: unknown phase trian; did you mean train\?"),
+        ("datasets.train.scale=4", r"datasets\.train\.scale: is 4, but the run's scale is 2"),
+        ("path.pretrain_network_g=absent.pth", r"path\.pretrain_network_g: there is no file absent\.pth"),
+        ("path.resume_state=absent.state", r"path\.resume_state: there is no file absent\.state"),
+        ("train.pixel_opt=~", r"give at least one loss"),
+        ("train=~", r"train: is missing"),
+        ("datasets=~", r"datasets"),
+        ("network_g=SST", r"network_g"),
+        (
+            "train.scheduler={type: CosineAnnealingRestartLR, periods: [3]}",
+            r"train\.scheduler\.periods: its periods end at iteration 3, before total_iter 4",
+        ),
+        ("val.metrics.psnr.type=[1]", r"val\.metrics\.psnr\.type"),
+        ("logger.wandb.projekt=x", r"logger\.wandb\.projekt: unknown option; did you mean project\?"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_place(load_file, right, override, text):
+    with pytest.raises(OptionsError, match=text):
+        load_file(right, override)
+
+
+def test_a_typo_in_a_schedule_is_told_once(load_file, right):
+    right["train"]["scheduler"]["gama"] = right["train"]["scheduler"].pop("gamma")
+    with pytest.raises(OptionsError) as error:
+        load_file(right)
+    assert len(mistakes(error)) == 1
+    assert "train.scheduler.gama: unknown argument of MultiStepLR; did you mean gamma?" in mistakes(error)[0]
+
+
+def test_a_missing_type_lists_what_there_is(load_file, right):
+    del right["train"]["pixel_opt"]["type"]
+    with pytest.raises(OptionsError, match=r"train\.pixel_opt\.type: type is missing \(one of .*L1Loss"):
+        load_file(right)
+
+
+def test_a_missing_dataset_argument_is_told(load_file, right):
+    del right["datasets"]["train"]["dataroot_gt"]
+    with pytest.raises(OptionsError, match=r"datasets\.train\.dataroot_gt: is missing"):
+        load_file(right)
+
+
+@pytest.mark.parametrize("separator", [".", ":"])
+def test_overrides_are_typed_like_yaml(load_file, right, separator):
+    path = separator.join(["train", "optim_g", "lr"])
+    options = load_file(right, f"{path}=2e-4", "val.suffix=a=b", "train.scheduler=~", "network_g.ranks=[2, 2]")
+    assert options.train.optim_g.spec()["lr"] == 2e-4
+    assert options.val.suffix == "a=b"
+    assert options.train.scheduler is None
+    assert options.network_g.spec()["ranks"] == [2, 2]
+
+
+def test_overrides_are_never_run_as_code(load_file, right, tmp_path):
+    target = tmp_path / "made"
+    with pytest.raises(OptionsError):
+        load_file(right, f"train.total_iter=!!python/object/apply:pathlib.Path.touch ['{target}']")
+    options = load_file(right, f"val.suffix=__import__('pathlib').Path('{target}').touch()")
+    assert options.val.suffix.startswith("__import__")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("text", ["train.total_iter", "=5", "a..b=1", "name.sub=1"])
+def test_a_malformed_override_is_told(load_file, right, text):
+    with pytest.raises(OptionsError, match="the override"):
+        load_file(right, text)
+
+
+def test_an_override_can_add_a_section(load_file, right):
+    options = load_file(right, "datasets.val_2.type=DownsampleImageDataset", "datasets.val_2.dataroot_gt=x")
+    assert options.datasets["val_2"].arguments()["dataroot_gt"] == "x"
+
+
+def test_keys_without_effect_are_named(load_file, right, caplog):
+    load_file(right, "val.rgb2bgr=true", "datasets.train.gt_sizes=[128]", "train.use_ema=true")
+    for place in ("val.rgb2bgr", "datasets.train.gt_sizes", "train.use_ema"):
+        assert f"{place} has no effect" in caplog.text
+
+
+def test_the_published_vocabulary_is_known(load_file, right):
+    right["train"] |= {
+        "warmup_iter": -1,
+        "use_grad_clip": True,
+        "mixing_augs": {"mixup": False, "mixup_beta": 1.2, "use_identity": True},
+        "fft_loss_opt": {"type": "FFTLoss", "loss_weight": 0.1, "reduction": "mean"},
+        "scheduler": {
+            "type": "CosineAnnealingRestartCyclicLR",
+            "periods": [2, 2],
+            "restart_weights": [1, 1],
+            "eta_mins": [3e-4, 1e-6],
+        },
+    }
+    right["datasets"]["train"] |= {
+        "geometric_augs": True,
+        "mini_batch_sizes": [4],
+        "iters": [4],
+        "gt_sizes": [32],
+        "use_shuffle": True,
+        "dataset_enlarge_ratio": 1,
+        "prefetch_mode": None,
+    }
+    right["val"] |= {"window_size": 8, "save_img": False, "rgb2bgr": True, "use_image": True, "max_minibatch": 8}
+    right["logger"] |= {"use_tb_logger": True, "wandb": {"project": None, "resume_id": None}}
+    right["dist_params"] = {"backend": "nccl", "port": 29500}
+    load_file(right)
+
+
+def test_debug_shortens_the_intervals(load_file, right):
+    options = load_file(right, debug=True)
+    assert options.name == "debug_small"
+    assert (options.val.val_freq, options.logger.print_freq) == (8, 1)
+    assert not options.logger.use_tb_logger
+
+
+def test_a_test_run_needs_no_training_section(load_file, right):
+    del right["train"], right["datasets"]["train"]
+    assert load_file(right, training=False).train is None
+    right["datasets"] = {}
+    with pytest.raises(OptionsError, match="no set to test on"):
+        load_file(right, training=False)
+
+
+def test_own_components_are_imported_from_a_path(load_file, right, tmp_path):
+    (tmp_path / "my_archs").mkdir()
+    (tmp_path / "my_archs" / "plain.py").write_text(
+        "from torch import nn\nfrom archs import ARCHS\n\n\n@ARCHS.register()\nclass PlainFromAPath(nn.Module):\n"
+        "    def __init__(self, *, width: int = 8) -> None:\n        super().__init__()\n"
+    )
+    right["import_paths"] = ["my_archs"]
+    right["network_g"] = {"type": "PlainFromAPath", "width": 4}
+    assert load_file(right).network_g.arguments() == {"width": 4}
+    right["network_g"]["widht"] = 4
+    with pytest.raises(OptionsError, match=r"did you mean width\?"):
+        load_file(right)
+
+
+def test_a_missing_import_path_is_told(load_file, right):
+    right["import_paths"] = ["nowhere"]
+    with pytest.raises(OptionsError, match="there is no file or folder nowhere"):
+        load_file(right)
+
+
+def test_the_command_line_takes_both_spellings_of_overrides():
+    args = load.parse(["-opt", "x.yml", "a.b=1", "--force_yml", "c:d=2", "e:f=3", "--dry_run"], program="train.py")
+    assert (args.overrides, args.force_yml, args.dry_run) == (["a.b=1"], ["c:d=2", "e:f=3"], True)
+    args = load.parse(["-opt", "x.yml", "--local-rank", "1", "--launcher", "pytorch", "a=1"], program="train.py")
+    assert (args.local_rank, args.launcher, args.overrides) == (1, "pytorch", ["a=1"])
+
+
+def test_the_message_gives_lines_of_the_file(load_file, right, tmp_path):
+    right["logger"]["print_frek"] = 5
+    with pytest.raises(OptionsError) as error:
+        load_file(right)
+    line = next(i for i, text in enumerate((tmp_path / "run.yml").read_text().splitlines(), 1) if "print_frek" in text)
+    assert f"line {line}: logger.print_frek: unknown option; did you mean print_freq?" in str(error.value)
+
+
+def test_a_shipped_file_has_a_head_and_its_own_name():
+    from pathlib import Path
+
+    files = sorted(Path("options").glob("*/*/*.yml"))
+    assert files
+    for file in files:
+        assert file.read_text(encoding="utf-8").startswith("# "), f"{file} says nothing about itself"
+        training = file.parts[1] == "train"
+        options = load.load(file, ["path.pretrain_network_g=~"], training=training)
+        assert options.name == file.stem, file
+        assert yaml.safe_load(file.read_text(encoding="utf-8"))["num_gpu"] in ("auto", 0), file
