@@ -1,0 +1,184 @@
+"""What a run tells: lines in BasicSR's format, a progress bar on a terminal, metrics.jsonl and tensorboard."""
+
+import datetime
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from models.report import SetScores
+from options.schema import WandbOptions
+
+logger = logging.getLogger("pellucid")
+# a file or a pipe has no width to fit into
+console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+LINE_FORMAT = "%(asctime)s %(levelname)s: %(message)s"
+
+
+def start_logging(file: Path | None = None, *, level: int = logging.INFO) -> None:
+    """Send the log to the terminal and, where given, to ``file``; called again it replaces what it set up before."""
+    console.file = sys.stdout
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    if console.is_terminal:
+        screen: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)
+        screen.addFilter(lambda record: not getattr(record, "in_bar", False))
+    else:
+        screen = logging.StreamHandler(sys.stdout)
+        screen.setFormatter(logging.Formatter(LINE_FORMAT))
+    logger.addHandler(screen)
+    if file is not None:
+        written = logging.FileHandler(file, encoding="utf-8")
+        written.setFormatter(logging.Formatter(LINE_FORMAT))
+        logger.addHandler(written)
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+class Logbook:
+    """The record of a training run.
+
+    Args:
+        folder: the run's folder, where ``metrics.jsonl`` lies.
+        name: the run's name; its first five characters open each line, as in BasicSR.
+        total: iterations of the whole run.
+        start: iterations done before; later entries of an earlier try are removed from ``metrics.jsonl``.
+        tensorboard: folder for tensorboard files, or None.
+        wandb: project of Weights & Biases that mirrors tensorboard, or None.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        total: int,
+        start: int = 0,
+        tensorboard: Path | None = None,
+        wandb: WandbOptions | None = None,
+    ) -> None:
+        self.name, self.total, self.start = name, total, start
+        self.file = folder / "metrics.jsonl"
+        self._forget_after(start)
+        self._writer = None
+        if wandb is not None and wandb.project:
+            _mirror_to_wandb(name, wandb, tensorboard)
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(tensorboard), purge_step=start + 1 if start else None)
+        self._began = time.monotonic()
+        self.progress: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            self._task = self.progress.add_task("", total=total, completed=start)
+            self.progress.start()
+
+    def step(self, iteration: int) -> None:
+        """Move the progress bar."""
+        if self.progress is not None:
+            self.progress.update(self._task, completed=iteration)
+
+    def train(
+        self, iteration: int, epoch: int, *, lrs: Sequence[float], logs: Mapping[str, float], times: tuple[float, float]
+    ) -> None:
+        """One line of training; ``times`` are the mean seconds of an iteration and of waiting for its data."""
+        rates = "".join(f"{lr:.3e}," for lr in lrs)
+        done = max(iteration - self.start, 1)
+        left = (time.monotonic() - self._began) / done * (self.total - iteration)
+        eta = datetime.timedelta(seconds=max(int(left), 0))
+        line = f"[{self.name[:5]}..][epoch:{epoch:3d}, iter:{iteration:8,d}, lr:({rates})] "
+        line += f"[eta: {eta}, time (data): {times[0]:.3f} ({times[1]:.3f})] "
+        logger.info(line + " ".join(f"{label}: {value:.4e}" for label, value in logs.items()), extra={"in_bar": True})
+        if self.progress is not None:
+            text = " ".join(f"{label} {value:.4f}" for label, value in logs.items() if label.startswith("l_"))
+            self.progress.update(self._task, description=f"{text} lr {lrs[0]:.2e}")
+        self._append(
+            {
+                "kind": "train",
+                "iter": iteration,
+                "epoch": epoch,
+                "lr": lrs[0],
+                **logs,
+                "time": times[0],
+                "data": times[1],
+            }
+        )
+        for label, value in logs.items():
+            self._scalar(f"losses/{label}" if label.startswith("l_") else label, value, iteration)
+        self._scalar("lr", lrs[0], iteration)
+
+    def validation(self, iteration: int, scores: SetScores, best: Mapping[str, tuple[float, int]]) -> None:
+        """One validation of one set; ``best`` holds the best value so far and its iteration."""
+        text = f"Validation {scores.name}"
+        row: dict[str, Any] = {"kind": "val", "iter": iteration, "set": scores.name}
+        for label, value in scores.means().items():
+            highest, when = best[label]
+            text += f"\n\t # {label}: {value:.4f}\tBest: {highest:.4f} @ {when} iter"
+            row[label] = value
+            self._scalar(f"metrics/{scores.name}/{label}", value, iteration)
+            reference = scores.baseline_means().get(label)
+            if reference is not None:
+                text += f"\t({scores.baseline} {reference:.4f}, {value - reference:+.4f})"
+                row[f"{label}_{scores.baseline}"] = reference
+        logger.info(text)
+        self._append(row)
+
+    def image(self, tag: str, picture: np.ndarray, iteration: int) -> None:
+        """A result picture, uint8 (h, w, c), for tensorboard."""
+        if self._writer is not None:
+            self._writer.add_image(tag, picture, iteration, dataformats="HWC")
+
+    def close(self) -> None:
+        """Stop the progress bar and flush the files."""
+        if self.progress is not None:
+            self.progress.stop()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _scalar(self, tag: str, value: float, iteration: int) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar(tag, value, iteration)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _forget_after(self, iteration: int) -> None:
+        if not self.file.exists():
+            return
+        lines = self.file.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _iteration(line) <= iteration]
+        fresh = self.file.with_suffix(".tmp")
+        fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(fresh, self.file)
+
+
+def _mirror_to_wandb(name: str, options: WandbOptions, tensorboard: Path | None) -> None:
+    if tensorboard is None:
+        logger.warning("logger.wandb mirrors tensorboard: set logger.use_tb_logger to true for it to have an effect")
+        return
+    try:
+        import wandb
+    except ImportError:
+        logger.warning("logger.wandb.project is set, but wandb is not installed (pip install wandb); the run goes on")
+        return
+    wandb.init(project=options.project, id=options.resume_id, resume="allow", name=name, sync_tensorboard=True)
+
+
+def _iteration(line: str) -> float:
+    try:
+        return json.loads(line)["iter"]
+    except (ValueError, KeyError):
+        return float("inf")  # a line that a kill cut off

@@ -1,0 +1,207 @@
+"""RestorationModel: one network, weighted losses, an optimizer and a moving average of the weights.
+
+Semantics follow BasicSR's SRModel: the learning rate of step i is set before the step, the moving average is updated
+after it, and validation uses the average where there is one.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from archs import ARCHS
+from models.base import Base, Batch
+from models.checkpoint import load_weights
+from models.ema import EMA
+from models.infer import restore
+from models.losses import LOSSES
+from models.optim import LearningRate, build_optimizer
+from options.errors import OptionsError, UserError
+from options.registry import MODELS
+from options.schema import Options, TrainOptions
+
+logger = logging.getLogger("pellucid")
+
+
+class NotFinite(UserError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+@MODELS.register()
+class RestorationModel(Base):
+    """Trains and judges one network.
+
+    Args:
+        options: the run.
+        device: where the network lives.
+        training: build losses, optimizer and moving average too.
+
+    Raises:
+        OptionsError: the network cannot be built as the options say, its scale differs from the run's, or the
+            pretrained weights do not fit.
+    """
+
+    def __init__(self, *, options: Options, device: torch.device, training: bool = True) -> None:
+        self.options = options
+        self.device = device
+        self.iteration = 0
+        self.network = build_network(options).to(device)
+        if options.path.pretrain_network_g is not None:
+            path = options.path.pretrain_network_g.expanduser()
+            key = options.path.param_key_g
+            loaded = load_weights(
+                self.network, path, key=None if key == "auto" else key, strict=options.path.strict_load_g
+            )
+            logger.info(f"weights from {path}: {loaded}")
+        self.ema: EMA | None = None
+        self._forward: nn.Module = self.network
+        if training:
+            self._prepare_training(options.train)
+
+    def _prepare_training(self, train: TrainOptions) -> None:
+        if train.use_channels_last:
+            self.network.to(memory_format=torch.channels_last)
+        if train.use_checkpointing:
+            if not hasattr(self.network, "set_grad_checkpointing"):
+                name = self.options.network_g.type
+                raise OptionsError(f"train.use_checkpointing: {name} has no set_grad_checkpointing; set it to false")
+            self.network.set_grad_checkpointing(True)
+        self.losses = {label: LOSSES.build(spec).to(self.device) for label, spec in train.loss_specs().items()}
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(trained, train.optim_g.spec())
+        scheduler = train.scheduler.spec() if train.scheduler else None
+        self.learning_rate = LearningRate(scheduler, warmup_iter=train.warmup_iter)
+        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.ema = EMA(self.network, decay=train.ema_decay) if train.ema_decay > 0 else None
+        self.amp_dtype = getattr(torch, train.amp_dtype) if train.use_amp else None
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp_dtype is torch.float16)
+        if train.use_compile:
+            mode = train.use_compile if isinstance(train.use_compile, str) else None
+            self._forward = torch.compile(self.network, mode=mode)
+
+    def train_step(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """See :meth:`Base.train_step`. Raises :class:`NotFinite` where ``train.nan_guard`` is ``stop``."""
+        train = self.options.train
+        step = self.iteration + 1
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = self.learning_rate(step, base)
+        self.network.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        logs: dict[str, Tensor] = {}
+        for batch in batches:
+            for label, value in self._backward(batch, 1 / len(batches)).items():
+                logs[label] = logs.get(label, 0) + value / len(batches)
+        self.scaler.unscale_(self.optimizer)
+        limit = train.grad_clip if train.use_grad_clip else math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
+        if self._is_sound(logs, norm, batches, step):
+            self.scaler.step(self.optimizer)
+            if self.ema is not None:
+                self.ema.update(self.network)
+        self.scaler.update()
+        self.iteration = step
+        return {**logs, "grad_norm": norm.detach()}
+
+    def _backward(self, batch: Batch, share: float) -> dict[str, Tensor]:
+        lq, gt = self._to_device(batch["lq"]), self._to_device(batch["gt"])
+        with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+            pred = self._forward(lq)
+        values = {label: loss(pred, gt) for label, loss in self.losses.items()}
+        self.scaler.scale(sum(values.values()) * share).backward()
+        return {label: value.detach() for label, value in values.items()}
+
+    def _is_sound(self, logs: Mapping[str, Tensor], norm: Tensor, batches: Sequence[Batch], step: int) -> bool:
+        # one synchronisation a step: weights that met a NaN once are lost
+        guard = self.options.train.nan_guard
+        if guard == "off":
+            return True
+        finite = torch.stack([value.float() for value in (*logs.values(), norm.detach())]).isfinite().tolist()
+        # at an infinite gradient of float16 the scaler leaves out the step and lowers its scale by itself
+        if all(finite) or (self.scaler.is_enabled() and all(finite[:-1])):
+            return True
+        names = ", ".join(str(name) for batch in batches for name in batch.get("name", []))
+        values = ", ".join(f"{label} {value.item():.4g}" for label, value in (*logs.items(), ("gradient norm", norm)))
+        text = f"iteration {step}: {values} (pictures: {names})"
+        if guard == "skip":
+            logger.warning(f"{text}; the step is left out")
+            return False
+        raise NotFinite(
+            f"{text}; the weights are those of the step before. Lower the learning rate, set train.use_grad_clip, "
+            "use bfloat16 rather than float16, or set train.nan_guard to skip"
+        )
+
+    def _to_device(self, picture: Tensor) -> Tensor:
+        layout = torch.channels_last if self.options.train.use_channels_last else torch.contiguous_format
+        return picture.to(self.device, non_blocking=True).contiguous(memory_format=layout)
+
+    def predict(self, lq: Tensor) -> Tensor:
+        """See :meth:`Base.predict`; tiles and self-ensemble as ``val`` says."""
+        network = self.ema.network if self.ema is not None else self.network
+        was_training = network.training
+        network.eval()
+        val = self.options.val
+        try:
+            lq = lq.to(self.device)
+            return restore(network, lq, tile=val.tile, overlap=val.overlap, self_ensemble=val.self_ensemble)
+        finally:
+            network.train(was_training)
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """See :meth:`Base.learning_rates`."""
+        return tuple(group["lr"] for group in self.optimizer.param_groups)
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """See :meth:`Base.weights`."""
+        networks = {"params": self.network}
+        if self.ema is not None:
+            networks["params_ema"] = self.ema.network
+        return {key: {k: v.detach().cpu() for k, v in n.state_dict().items()} for key, n in networks.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`Base.state_dict`."""
+        return {
+            "iteration": self.iteration,
+            "weights": self.weights(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`Base.load_state_dict`."""
+        try:
+            if "network_g" not in (self.options.path.ignore_resume_networks or ()):
+                self.network.load_state_dict(state["weights"]["params"])
+                if self.ema is not None:
+                    self.ema.network.load_state_dict(state["weights"].get("params_ema", state["weights"]["params"]))
+            self._load_optimizer(state["optimizer"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            text = str(error).splitlines()[0]
+            raise OptionsError(f"the saved state does not fit this run's network and optimizer: {text}") from None
+        self.scaler.load_state_dict(state["scaler"])
+        self.iteration = state["iteration"]
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        # the moments come from the state, the settings (weight decay, betas ..) from the options of this run
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state)
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+
+
+def build_network(options: Options) -> nn.Module:
+    """Build the run's network.
+
+    Raises:
+        OptionsError: the constructor refuses its arguments, or the network's scale is not the run's.
+    """
+    try:
+        network = ARCHS.build(options.network_g.spec())
+    except (ValueError, TypeError) as error:
+        raise OptionsError(f"network_g: {error}") from error
+    scale = getattr(network, "scale", options.scale)
+    if scale != options.scale:
+        raise OptionsError(f"scale is {options.scale}, but the network {options.network_g.type} enlarges by {scale}")
+    return network

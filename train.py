@@ -1,0 +1,52 @@
+"""Train a network: python train.py -opt FILE.yml [key.sub=value ...] [--auto_resume] [--dry_run] [--debug]."""
+
+import shlex
+import sys
+
+import archs  # noqa: F401  networks, data sets and models register themselves, so that the options can be checked
+import data
+import models
+from data.io import write_image
+from data.resize import imresize
+from models import checkpoint, logbook, loop, plan, runtime
+from options import load
+
+
+def main(argv: list[str]) -> None:
+    """Parse, load the options, build, fit."""
+    args = load.parse(argv, program="train.py")
+    logbook.start_logging()
+    options = load.load(args.opt, [*args.overrides, *args.force_yml], debug=args.debug)
+    device = runtime.choose_device(options, args.launcher)
+    runtime.seed_all(options.manual_seed, deterministic=options.deterministic)
+    model = models.MODELS.build({"type": options.model_type}, options=options, device=device)
+    state = runtime.find_state(options, args.auto_resume)
+    saved = checkpoint.load_state(state) if state else {"best": {}}
+    if state:
+        model.load_state_dict(saved["model"])
+
+    key, training_set = next(iter(options.phase("train").items()))
+    consumed = model.iteration * training_set.batch_size_per_gpu * options.train.accum_iter
+    train_loader = data.build_loader(training_set, start=consumed)
+    val_loaders = {dataset.name: data.build_loader(dataset) for dataset in options.phase("val").values()}
+    sets = {name: len(loader.dataset) for name, loader in {key: train_loader, **val_loaders}.items()}
+    rows = plan.describe(model, options, sets, trained_on=key)
+    if args.dry_run:
+        logbook.console.print(plan.table([*rows, *plan.try_step(model, next(iter(train_loader)))]))
+        return
+
+    command = shlex.join(["python", "train.py", *argv])
+    folder = runtime.prepare_folder(options, "experiments", keep=state is not None, command=command)
+    logbook.start_logging(runtime.log_file(folder, options, "train"))
+    for subject, value in rows:
+        loop.logger.info(f"{subject}: {value}")
+    if state:
+        loop.logger.info(f"continuing from {state}, after iteration {model.iteration}")
+    tools = loop.PictureTools(write=write_image, resize=imresize)
+    results = loop.fit(model, train_loader, val_loaders, options, tools, folder=folder, best=saved["best"])
+    loop.show(results)
+    loop.logger.info(f"everything lies in {folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(runtime.run(main, sys.argv[1:]))
