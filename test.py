@@ -23,8 +23,9 @@ def main(argv: list[str]) -> None:
     model = models.MODELS.build({"type": options.model_type}, options=options, device=device, training=False)
     loaders = {dataset.name: data.build_loader(dataset) for dataset in options.phase("val", "test").values()}
     rows = plan.describe(model, options, {name: len(loader.dataset) for name, loader in loaders.items()})
+    tools = loop.PictureTools(write=write_image, resize=imresize)
     if args.dry_run:
-        logbook.console.print(plan.table(rows))
+        logbook.console.print(plan.table(rows + plan.try_validation(model, loaders, options, tools)))
         return
 
     command = shlex.join(["python", "test.py", *argv])
@@ -36,7 +37,6 @@ def main(argv: list[str]) -> None:
     def picture_path(name: str, picture: str) -> Path:
         return folder / "visualization" / name / f"{picture}_{options.val.suffix or options.name}.png"
 
-    tools = loop.PictureTools(write=write_image, resize=imresize)
     paths = picture_path if options.val.save_img else None
     results = loop.evaluate(model, loaders, options, tools, picture_path=paths)
     report.write_csv(folder / "metrics.csv", results)

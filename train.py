@@ -8,7 +8,7 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import checkpoint, logbook, loop, plan, runtime
+from models import logbook, loop, plan, progress, runtime
 from options import load
 
 
@@ -21,18 +21,18 @@ def main(argv: list[str]) -> None:
     runtime.seed_all(options.manual_seed, deterministic=options.deterministic)
     model = models.MODELS.build({"type": options.model_type}, options=options, device=device)
     state = runtime.find_state(options, args.auto_resume)
-    saved = checkpoint.load_state(state) if state else {"best": {}}
-    if state:
-        model.load_state_dict(saved["model"])
+    done = progress.resume(state, model) if state else progress.Progress()
 
-    key, training_set = next(iter(options.phase("train").items()))
-    consumed = model.iteration * training_set.batch_size_per_gpu * options.train.accum_iter
-    train_loader = data.build_loader(training_set, start=consumed)
+    (training_set,) = options.phase("train").values()
+    train_loader = data.build_loader(training_set, start=done.samples)
     val_loaders = {dataset.name: data.build_loader(dataset) for dataset in options.phase("val").values()}
-    sets = {name: len(loader.dataset) for name, loader in {key: train_loader, **val_loaders}.items()}
-    rows = plan.describe(model, options, sets, trained_on=key)
+    plan.check_sample(model, train_loader.dataset[0])
+    sets = {name: len(loader.dataset) for name, loader in val_loaders.items()}
+    rows = plan.describe(model, options, sets, training=len(train_loader.dataset))
+    tools = loop.PictureTools(write=write_image, resize=imresize)
     if args.dry_run:
-        logbook.console.print(plan.table([*rows, *plan.try_step(model, next(iter(train_loader)))]))
+        rows += plan.try_step(model, next(iter(train_loader)))
+        logbook.console.print(plan.table(rows + plan.try_validation(model, val_loaders, options, tools)))
         return
 
     command = shlex.join(["python", "train.py", *argv])
@@ -42,8 +42,8 @@ def main(argv: list[str]) -> None:
         loop.logger.info(f"{subject}: {value}")
     if state:
         loop.logger.info(f"continuing from {state}, after iteration {model.iteration}")
-    tools = loop.PictureTools(write=write_image, resize=imresize)
-    results = loop.fit(model, train_loader, val_loaders, options, tools, folder=folder, best=saved["best"])
+        progress.set_aside_later(folder, model.iteration)
+    results = loop.fit(model, train_loader, val_loaders, options, tools, folder=folder, progress=done)
     loop.show(results)
     loop.logger.info(f"everything lies in {folder}")
 

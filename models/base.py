@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Batch = Mapping[str, Any]
@@ -14,10 +15,12 @@ class Base(ABC):
 
     Attributes:
         network: the network that is trained.
+        device: where it lives.
         iteration: optimizer steps taken so far.
     """
 
     network: nn.Module
+    device: torch.device
     iteration: int
 
     @abstractmethod

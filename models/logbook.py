@@ -24,8 +24,23 @@ console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 LINE_FORMAT = "%(asctime)s %(levelname)s: %(message)s"
 
 
+class _Early(logging.Handler):
+    """Keeps what is logged before there is a file for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 def start_logging(file: Path | None = None, *, level: int = logging.INFO) -> None:
-    """Send the log to the terminal and, where given, to ``file``; called again it replaces what it set up before."""
+    """Send the log to the terminal and, where given, to ``file``.
+
+    Called again it replaces what it set up before; a file then begins with what was logged since the call without one.
+    """
+    early = [record for handler in logger.handlers if isinstance(handler, _Early) for record in handler.records]
     console.file = sys.stdout
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -36,11 +51,13 @@ def start_logging(file: Path | None = None, *, level: int = logging.INFO) -> Non
     else:
         screen = logging.StreamHandler(sys.stdout)
         screen.setFormatter(logging.Formatter(LINE_FORMAT))
+    screen.addFilter(lambda record: not getattr(record, "file_only", False))
     logger.addHandler(screen)
-    if file is not None:
-        written = logging.FileHandler(file, encoding="utf-8")
-        written.setFormatter(logging.Formatter(LINE_FORMAT))
-        logger.addHandler(written)
+    written: logging.Handler = _Early() if file is None else logging.FileHandler(file, encoding="utf-8")
+    written.setFormatter(logging.Formatter(LINE_FORMAT))
+    logger.addHandler(written)
+    for record in early:
+        written.handle(record)
     logger.setLevel(level)
     logger.propagate = False
 
@@ -122,17 +139,17 @@ class Logbook:
     def validation(self, iteration: int, scores: SetScores, best: Mapping[str, tuple[float, int]]) -> None:
         """One validation of one set; ``best`` holds the best value so far and its iteration."""
         text = f"Validation {scores.name}"
-        row: dict[str, Any] = {"kind": "val", "iter": iteration, "set": scores.name}
-        for label, value in scores.means().items():
+        means, reference = scores.means(), scores.baseline_means()
+        for label, value in means.items():
             highest, when = best[label]
             text += f"\n\t # {label}: {value:.4f}\tBest: {highest:.4f} @ {when} iter"
-            row[label] = value
+            if label in reference:
+                text += f"\t({scores.baseline} {reference[label]:.4f}, {value - reference[label]:+.4f})"
             self._scalar(f"metrics/{scores.name}/{label}", value, iteration)
-            reference = scores.baseline_means().get(label)
-            if reference is not None:
-                text += f"\t({scores.baseline} {reference:.4f}, {value - reference:+.4f})"
-                row[f"{label}_{scores.baseline}"] = reference
         logger.info(text)
+        row: dict[str, Any] = {"kind": "val", "iter": iteration, "set": scores.name, "scores": means}
+        if reference:
+            row["baseline"] = {scores.baseline: reference}
         self._append(row)
 
     def image(self, tag: str, picture: np.ndarray, iteration: int) -> None:

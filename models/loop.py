@@ -4,21 +4,24 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from models import checkpoint, logbook, report
+from models import checkpoint, logbook, progress, report
 from models.base import Base
 from models.infer import to_uint8
 from models.logbook import Logbook
 from models.metrics import METRICS
+from models.progress import Progress
 from models.report import SetScores
 from models.restoration import NotFinite
 from models.runtime import Interrupted, StopSignal, folder_of
-from options.schema import Options
+from options.errors import UserError
+from options.schema import MetricOptions, Options
 
 logger = logging.getLogger("pellucid")
 
@@ -34,24 +37,6 @@ class PictureTools:
 
     write: Callable[[Path, np.ndarray], None]
     resize: Callable[[np.ndarray, float], np.ndarray]
-
-
-@dataclass
-class _Best:
-    """Best value of each set and metric so far, with its iteration."""
-
-    values: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
-
-    def update(self, scores: SetScores, better: Mapping[str, str], iteration: int) -> list[str]:
-        """Take in one validation; return the metrics that improved."""
-        kept = self.values.setdefault(scores.name, {})
-        improved = []
-        for label, value in scores.means().items():
-            old = kept.get(label)
-            if old is None or (value > old[0] if better[label] == "higher" else value < old[0]):
-                kept[label] = (value, iteration)
-                improved.append(label)
-        return improved
 
 
 def evaluate(
@@ -76,9 +61,7 @@ def evaluate(
     """
     results = []
     for name, loader in loaders.items():
-        val = options.val
-        protocol = {label: report.protocol_of(metric) for label, metric in val.metrics.items()}
-        scores = SetScores(name, protocol, val.baseline)
+        scores = SetScores(name, report.protocols(options.val.metrics), options.val.baseline)
         for batch in loader:
             picture = batch["name"][0]
             result = to_uint8(model.predict(batch["lq"]))
@@ -86,13 +69,11 @@ def evaluate(
                 tools.write(picture_path(name, picture), result)
             if on_picture is not None:
                 on_picture(name, picture, result)
-            if "gt" in batch and protocol:
-                gt = to_uint8(batch["gt"])
-                reference = _baseline(to_uint8(batch["lq"]), options, tools)
-                scores.rows.append((picture, _scores(result, gt, options), _scores(reference, gt, options)))
+            if "gt" in batch and scores.protocol:
+                scores.rows.append(_score(f"{name}/{picture}", result, batch, options, tools))
             if stop is not None and stop.code is not None:
                 raise Interrupted(stop.code)
-        if protocol and not scores.rows:
+        if scores.protocol and not scores.rows:
             logger.warning(f"{name} has no ground truth: its pictures are restored but not scored")
         for remark in scores.unusual():
             logger.warning(remark)
@@ -108,14 +89,14 @@ def fit(
     tools: PictureTools,
     *,
     folder: Path,
-    best: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> list[SetScores]:
     """Train to ``train.total_iter``, validating and saving on the way.
 
     Args:
-        train_loader: endless batches from the first that ``model.iteration`` has not seen; ``dataset`` has a length.
+        train_loader: endless batches from ``progress.samples`` on; has ``position`` (samples handed out), ``dataset``.
         folder: the run's folder, which exists.
-        best: the best scores so far, of a resumed run.
+        progress: how far a resumed run has come.
 
     Returns:
         the scores of the last validation; empty without validation sets.
@@ -124,10 +105,10 @@ def fit(
         Interrupted: a signal came; a resumable state was saved.
         NotFinite: a loss or gradient was not finite; the state before that step was saved.
     """
-    run = _Fit(model, val_loaders, options, tools, folder, _Best(dict(best or {})))
+    run = _Fit(model, train_loader, val_loaders, options, tools, folder, progress or Progress())
     with StopSignal() as stop:
         try:
-            run.loop(train_loader, stop)
+            run.loop(stop)
         except (Interrupted, NotFinite):
             run.save()
             raise
@@ -142,60 +123,74 @@ class _Fit:
     def __init__(
         self,
         model: Base,
+        train_loader: Any,
         val_loaders: Mapping[str, Any],
         options: Options,
         tools: PictureTools,
         folder: Path,
-        best: _Best,
+        progress: Progress,
     ) -> None:
-        self.model, self.val_loaders, self.options, self.tools = model, val_loaders, options, tools
-        self.folder, self.best = folder, best
+        self.model, self.train_loader, self.val_loaders = model, train_loader, val_loaders
+        self.options, self.tools, self.folder, self.progress = options, tools, folder, progress
         self.latest: list[SetScores] = []
-        board = folder_of(options, "tb_logger") if options.logger.use_tb_logger else None
         self.book = Logbook(
             folder,
             options.name,
             total=options.train.total_iter,
             start=model.iteration,
-            tensorboard=board,
+            tensorboard=folder_of(options, "tb_logger") if options.logger.use_tb_logger else None,
             wandb=options.logger.wandb,
         )
 
-    def loop(self, train_loader: Any, stop: StopSignal) -> None:
-        if self.model.iteration >= self.options.train.total_iter:
-            logger.warning(f"iteration {self.model.iteration} is the last one: there is nothing left to train")
-        with contextlib.closing(iter(train_loader)) as stream:
-            self._steps(train_loader, stream, stop)
+    def loop(self, stop: StopSignal) -> None:
+        step, total = self.model.iteration, self.options.train.total_iter
+        if step >= total:
+            logger.warning(f"iteration {step} is the last one: there is nothing left to train")
+        if self._validation_due() and 0 < step != self.progress.validated:
+            self.validate(stop)  # which the interrupted run did not complete
+        with contextlib.closing(iter(self.train_loader)) as stream:
+            self._steps(stream, stop)
         self.save()
         checkpoint.save_pth(self.folder / "models" / "net_g_latest.pth", self.model.weights())
         report.learning_curve(self.book.file, self.folder / "curve.png")
 
-    def _steps(self, train_loader: Any, stream: Iterator[Mapping[str, Any]], stop: StopSignal) -> None:
-        model, options, total = self.model, self.options, self.options.train.total_iter
-        training_set = next(iter(options.phase("train").values()))
-        per_step = training_set.batch_size_per_gpu * options.train.accum_iter
-        per_epoch = len(train_loader.dataset) * training_set.dataset_enlarge_ratio
+    def _steps(self, stream: Iterator[Mapping[str, Any]], stop: StopSignal) -> None:
+        model, train, every = self.model, self.options.train, self.options.logger
         pace = _Pace()
-        while model.iteration < total:
+        while model.iteration < train.total_iter:
             pace.start()
-            batches = [next(stream) for _ in range(options.train.accum_iter)]
+            batches = [next(stream) for _ in range(train.accum_iter)]
             pace.got_data()
             logs = model.train_step(batches)
-            pace.end()
+            self.progress.samples = self.train_loader.position
+            pace.end(logs)
             step = model.iteration
             self.book.step(step)
-            if step % options.logger.print_freq == 0 or step == total:
-                values = {label: value.item() for label, value in logs.items()}
-                epoch = (step * per_step - 1) // per_epoch
-                self.book.train(step, epoch, lrs=model.learning_rates(), logs=values, times=pace.take())
-            if step % options.logger.save_checkpoint_freq == 0 and step != total:
+            if step % every.print_freq == 0 or step == train.total_iter:
+                logs, times = pace.take()
+                self.book.train(step, self._epoch(), lrs=model.learning_rates(), logs=logs, times=times)
+            save_due = step % every.save_checkpoint_freq == 0 and step != train.total_iter
+            if save_due:
                 self.save()
-            if self.val_loaders and (step % options.val.val_freq == 0 or step == total):
+            if self._validation_due():
                 self.validate(stop)
+                if save_due:
+                    progress.save(self._state_path(), model, self.progress)  # with the best scores of this step
             if stop.code is not None:
                 raise Interrupted(stop.code)
 
+    def _validation_due(self) -> bool:
+        step = self.model.iteration
+        return bool(self.val_loaders) and (
+            step % self.options.val.val_freq == 0 or step == self.options.train.total_iter
+        )
+
+    def _epoch(self) -> int:
+        training_set = next(iter(self.options.phase("train").values()))
+        return (self.progress.samples - 1) // (len(self.train_loader.dataset) * training_set.dataset_enlarge_ratio)
+
     def validate(self, stop: StopSignal) -> None:
+        """Judge the model on all validation sets; keep the best weights."""
         options, step = self.options, self.model.iteration
         shown: dict[str, str] = {}
 
@@ -216,24 +211,27 @@ class _Fit:
             on_picture=on_picture,
             stop=stop,
         )
-        better = {label: metric.better for label, metric in options.val.metrics.items()}
+        better = {label: better_of(metric) for label, metric in options.val.metrics.items()}
         for position, scores in enumerate(scores for scores in self.latest if scores.rows):
-            improved = self.best.update(scores, better, step)
-            self.book.validation(step, scores, self.best.values[scores.name])
+            improved = self.progress.update_best(scores, better, step)
+            self.book.validation(step, scores, self.progress.best[scores.name])
             # the first metric of the first set decides which weights are the best
             if position == 0 and next(iter(scores.protocol)) in improved:
                 self._save_best(scores)
+        self.progress.validated = step
 
     def save(self) -> None:
         """Weights and a resumable state of this iteration."""
         step, keep = self.model.iteration, self.options.logger.keep_checkpoints
         checkpoint.save_pth(self.folder / "models" / f"net_g_{step}.pth", self.model.weights())
-        state = {"model": self.model.state_dict(), "best": self.best.values}
-        checkpoint.save_state(self.folder / "training_states" / f"{step}.state", state)
+        progress.save(self._state_path(), self.model, self.progress)
         if keep is not None:
             checkpoint.keep_last(self.folder / "models", keep)
             checkpoint.keep_last(self.folder / "training_states", keep)
         logger.info(f"saved the weights and the state of iteration {step}")
+
+    def _state_path(self) -> Path:
+        return self.folder / "training_states" / f"{self.model.iteration}.state"
 
     def _save_best(self, scores: SetScores) -> None:
         weights = self.model.weights()
@@ -244,26 +242,33 @@ class _Fit:
 
 
 class _Pace:
-    """Mean seconds of an iteration, and of waiting for its data, since the last log line."""
+    """Means since the last log line: of what a step reports, its seconds, and its seconds of waiting for data."""
 
     def __init__(self) -> None:
-        self.total = self.data = 0.0
-        self.count = 0
+        self._reset()
 
     def start(self) -> None:
         self._began = time.perf_counter()
 
     def got_data(self) -> None:
-        self.data += time.perf_counter() - self._began
+        self._data += time.perf_counter() - self._began
 
-    def end(self) -> None:
-        self.total += time.perf_counter() - self._began
-        self.count += 1
+    def end(self, logs: Mapping[str, Tensor]) -> None:
+        for label, value in logs.items():
+            self._sums[label] = self._sums.get(label, 0) + value
+        self._total += time.perf_counter() - self._began
+        self._count += 1
 
-    def take(self) -> tuple[float, float]:
-        means = self.total / max(self.count, 1), self.data / max(self.count, 1)
-        self.total, self.data, self.count = 0.0, 0.0, 0
-        return means
+    def take(self) -> tuple[dict[str, float], tuple[float, float]]:
+        means = {label: (value / self._count).item() for label, value in self._sums.items()}
+        times = self._total / self._count, self._data / self._count
+        self._reset()
+        return means, times
+
+    def _reset(self) -> None:
+        self._total = self._data = 0.0
+        self._count = 0
+        self._sums: dict[str, Tensor] = {}
 
 
 def show(results: list[SetScores]) -> None:
@@ -272,15 +277,25 @@ def show(results: list[SetScores]) -> None:
         logbook.console.print(report.table([scores for scores in results if scores.rows]))
 
 
-def _scores(result: np.ndarray | None, gt: np.ndarray, options: Options) -> dict[str, float]:
-    if result is None:
-        return {}
-    metrics = options.val.metrics.items()
-    return {label: float(METRICS.get(m.type)(result, gt, **m.arguments())) for label, m in metrics}
+def better_of(metric: MetricOptions) -> str:
+    """ "higher" or "lower": what the options say, or else what the metric says of itself."""
+    return metric.better or getattr(METRICS.get(metric.type), "better", "higher")
 
 
-def _baseline(lq: np.ndarray, options: Options, tools: PictureTools) -> np.ndarray | None:
-    kind = options.val.baseline
-    if kind is None:
-        return None
-    return lq if kind == "input" or options.scale == 1 else tools.resize(lq, options.scale)
+def _score(
+    place: str, result: np.ndarray, batch: Mapping[str, Any], options: Options, tools: PictureTools
+) -> tuple[str, dict[str, float], dict[str, float]]:
+    """(picture, scores of the result, scores of the baseline)"""
+    gt, kind = to_uint8(batch["gt"]), options.val.baseline
+    pictures = [result]
+    if kind is not None:
+        lq = to_uint8(batch["lq"])
+        pictures.append(lq if kind == "input" or options.scale == 1 else tools.resize(lq, options.scale))
+    scores: list[dict[str, float]] = [{}, {}]
+    for label, metric in options.val.metrics.items():
+        for own, picture in zip(scores, pictures, strict=False):
+            try:
+                own[label] = float(METRICS.get(metric.type)(picture, gt, **metric.arguments()))
+            except ValueError as error:
+                raise UserError(f"val.metrics.{label} cannot be computed for {place}: {error}") from error
+    return batch["name"][0], scores[0], scores[1]

@@ -1,5 +1,6 @@
 """The plan of a run: what will happen, in numbers, printed before it does."""
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,25 +10,27 @@ from rich.table import Table
 
 from kernels import dispatch
 from models.base import Base
+from models.loop import PictureTools, evaluate
+from options.errors import OptionsError
 from options.schema import Options
 
 
 def describe(
-    model: Base, options: Options, sets: Mapping[str, int], *, trained_on: str | None = None
+    model: Base, options: Options, sets: Mapping[str, int], *, training: int | None = None
 ) -> list[tuple[str, str]]:
     """Rows (subject, value) of the plan.
 
     Args:
-        sets: name of each data set -> number of pictures.
-        trained_on: the training set among them.
+        sets: name of each set to be judged on -> number of pictures.
+        training: number of pictures to train on; None for a test.
     """
     network = model.network
     count = sum(parameter.numel() for parameter in network.parameters())
     rows = [("run", f"{options.name} ({options.file})"), ("network", f"{options.network_g.type}, {count:,} parameters")]
-    rows += [("device", _device(next(network.parameters()).device)), ("threads", str(torch.get_num_threads()))]
+    rows += [("device", _device(model.device)), ("threads", str(torch.get_num_threads()))]
+    if training is not None:
+        rows += [("training set", f"{training} pictures"), *_training(options, training)]
     rows += [("set", f"{name}: {pictures} pictures") for name, pictures in sets.items()]
-    if trained_on is not None:
-        rows += _training(options, sets[trained_on])
     rows += [("metric", f"{label}: {m.type} {m.arguments()}") for label, m in options.val.metrics.items()]
     return rows
 
@@ -65,6 +68,40 @@ def try_step(model: Base, batch: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [("kernel", sentence) for sentence in dispatch.decisions()]
     if model.device.type == "cuda":
         rows.append(("memory", f"{torch.cuda.max_memory_allocated(model.device) / 2**20:,.0f} MiB at batch 1"))
+    return rows
+
+
+def check_sample(model: Base, sample: Mapping[str, Any]) -> None:
+    """Send one training sample through the network, before anything is created.
+
+    Raises:
+        OptionsError: the network refuses it, or returns another size than the ground truth has.
+    """
+    lq, gt = (sample[key][None] for key in ("lq", "gt"))
+    try:
+        with torch.no_grad():
+            pred = model.network.eval()(lq.to(model.device))
+    except (ValueError, RuntimeError) as error:
+        text = str(error).splitlines()[0]
+        raise OptionsError(
+            f"the network does not take the data, {tuple(lq.shape)} (color? gt_size?): {text}"
+        ) from error
+    if pred.shape != gt.shape:
+        shapes = f"{tuple(lq.shape)} to {tuple(pred.shape)}, but the ground truth is {tuple(gt.shape)}"
+        raise OptionsError(f"the network turns {shapes}; check scale, color and the network's own options")
+
+
+def try_validation(
+    model: Base, loaders: Mapping[str, Iterable[Mapping[str, Any]]], options: Options, tools: PictureTools
+) -> list[tuple[str, str]]:
+    """Judge the first picture of each set, as rows for the plan."""
+    rows = []
+    for name, loader in loaders.items():
+        began = time.perf_counter()
+        with contextlib.closing(iter(loader)) as stream:
+            (scores,) = evaluate(model, {name: [next(stream)]}, options, tools)
+        values = ", ".join(f"{label} {value:.4g}" for label, value in scores.means().items())
+        rows.append(("trial validation", f"{name}: {time.perf_counter() - began:.2f} s for one picture: {values}"))
     return rows
 
 

@@ -6,7 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from options.schema import MetricOptions
@@ -46,15 +50,18 @@ class SetScores:
         ]
 
 
-def protocol_of(metric: MetricOptions) -> str:
-    """``Y, crop 2, 8 bit``: how a metric of the options is computed."""
-    arguments = metric.arguments()
-    channel = "Y" if arguments.get("test_y_channel") else "RGB"
-    return f"{channel}, crop {arguments.get('crop_border', 0)}, 8 bit"
+def protocols(metrics: Mapping[str, MetricOptions]) -> dict[str, str]:
+    """Label -> how the metric is computed: ``Y, crop 2, 8 bit``."""
+    found = {}
+    for label, metric in metrics.items():
+        arguments = metric.arguments()
+        channel = "Y" if arguments.get("test_y_channel") else "RGB"
+        found[label] = f"{channel}, crop {arguments.get('crop_border', 0)}, 8 bit"
+    return found
 
 
-def table(results: Sequence[SetScores], *, pictures: bool = True) -> Table:
-    """The scores of all sets: a row a picture (with ``pictures``) and a row of means a set."""
+def table(results: Sequence[SetScores]) -> Table:
+    """The scores of all sets: a row a picture and a row of means a set."""
     labels = list(dict.fromkeys(label for scores in results for label in scores.protocol))
     baseline = next((scores.baseline for scores in results if scores.baseline), None)
     protocols = {f"{label}: {scores.protocol[label]}" for scores in results for label in scores.protocol}
@@ -65,7 +72,7 @@ def table(results: Sequence[SetScores], *, pictures: bool = True) -> Table:
         for name in (label, baseline, "gain") if baseline else (label,):
             grid.add_column(name, justify="right", no_wrap=True)
     for scores in results:
-        for picture, own, reference in scores.rows if pictures else ():
+        for picture, own, reference in scores.rows:
             grid.add_row(scores.name, picture, *_cells(labels, own, reference, baseline is not None))
         cells = _cells(labels, scores.means(), scores.baseline_means(), baseline is not None)
         grid.add_row(scores.name, f"mean of {len(scores.rows)}", *cells, style="bold", end_section=True)
@@ -95,41 +102,43 @@ def write_csv(path: Path, results: Sequence[SetScores]) -> None:
 
 
 def learning_curve(metrics: Path, picture: Path) -> None:
-    """Draw loss, learning rate and validation scores of a ``metrics.jsonl`` as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw losses, learning rate and validation scores of a ``metrics.jsonl`` as a PNG."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if row["kind"] == "train"]
-    scores = [row for row in rows if row["kind"] == "val"]
-    labels = list(dict.fromkeys(key for row in scores for key, value in row.items() if _is_score(row, key, value)))
-    figure = Figure(figsize=(7, 2.6 * (1 + max(len(labels), 0))), layout="constrained")
+    validations = [row for row in rows if row["kind"] == "val"]
+    labels = list(dict.fromkeys(label for row in validations for label in row["scores"]))
+    figure = Figure(figsize=(7, 2.6 * (1 + len(labels))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1 + len(labels), 1, sharex=True, squeeze=False)[:, 0]
-    for key in (key for key in (steps[0] if steps else ()) if key.startswith("l_")):
-        axes[0].plot([row["iter"] for row in steps], [row[key] for row in steps], label=key)
-    axes[0].set(ylabel="loss", yscale="log")
-    rate = axes[0].twinx()
-    rate.plot([row["iter"] for row in steps], [row["lr"] for row in steps], color="0.6", lw=1, ls="--")
-    rate.set_ylabel("learning rate (dashed)", color="0.4")
-    axes[0].legend(loc="upper right")
+    _draw_losses(axes[0], steps)
     for axis, label in zip(axes[1:], labels, strict=True):
-        for name in dict.fromkeys(row["set"] for row in scores):
-            own = [row for row in scores if row["set"] == name and label in row]
-            line = axis.plot([row["iter"] for row in own], [row[label] for row in own], "o-", ms=3, label=name)[0]
-            bases = [(key, row[key]) for row in own for key in row if key.startswith(f"{label}_")]
-            for key, value in dict(bases).items():
-                axis.axhline(value, color=line.get_color(), ls=":", label=f"{name}, {key[len(label) + 1 :]}")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        axis.legend(loc="lower right")
+        _draw_scores(axis, label, validations)
     axes[-1].set_xlabel("iteration")
     figure.savefig(picture, dpi=110)
 
 
-def _is_score(row: Mapping[str, object], key: str, value: object) -> bool:
-    reference = any(key.startswith(f"{other}_") for other in row if other not in ("kind", "iter", "set", key))
-    return key != "iter" and isinstance(value, (int, float)) and not reference
+def _draw_losses(axis: Axes, steps: Sequence[Mapping[str, float]]) -> None:
+    for label in dict.fromkeys(key for row in steps for key in row if key.startswith("l_")):
+        own = [row for row in steps if label in row]
+        axis.plot([row["iter"] for row in own], [row[label] for row in own], label=label)
+    axis.set(ylabel="loss", yscale="log")
+    axis.legend(loc="upper right")
+    rate = axis.twinx()
+    rate.plot([row["iter"] for row in steps], [row["lr"] for row in steps], color="0.6", lw=1, ls="--")
+    rate.set_ylabel("learning rate (dashed)", color="0.4")
+
+
+def _draw_scores(axis: Axes, label: str, validations: Sequence[Mapping[str, Any]]) -> None:
+    for name in dict.fromkeys(row["set"] for row in validations):
+        own = [row for row in validations if row["set"] == name and label in row["scores"]]
+        if not own:
+            continue
+        line = axis.plot([row["iter"] for row in own], [row["scores"][label] for row in own], "o-", ms=3, label=name)[0]
+        for baseline, values in own[-1].get("baseline", {}).items():
+            axis.axhline(values[label], color=line.get_color(), ls=":", label=f"{name}, {baseline}")
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

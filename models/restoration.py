@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from archs import ARCHS
 from models.base import Base, Batch
-from models.checkpoint import load_weights
+from models.checkpoint import load_weights, read_checkpoint
 from models.ema import EMA
 from models.infer import restore
 from models.losses import LOSSES
 from models.optim import LearningRate, build_optimizer
 from options.errors import OptionsError, UserError
 from options.registry import MODELS
-from options.schema import Options, TrainOptions
+from options.schema import Options, PathOptions, TrainOptions
 
 logger = logging.getLogger("pellucid")
 
@@ -49,17 +49,12 @@ class RestorationModel(Base):
         self.device = device
         self.iteration = 0
         self.network = build_network(options).to(device)
-        if options.path.pretrain_network_g is not None:
-            path = options.path.pretrain_network_g.expanduser()
-            key = options.path.param_key_g
-            loaded = load_weights(
-                self.network, path, key=None if key == "auto" else key, strict=options.path.strict_load_g
-            )
-            logger.info(f"weights from {path}: {loaded}")
         self.ema: EMA | None = None
         self._forward: nn.Module = self.network
         if training:
             self._prepare_training(options.train)
+        if options.path.pretrain_network_g is not None:
+            self._load_pretrained(options.path)
 
     def _prepare_training(self, train: TrainOptions) -> None:
         if train.use_channels_last:
@@ -69,7 +64,7 @@ class RestorationModel(Base):
                 name = self.options.network_g.type
                 raise OptionsError(f"train.use_checkpointing: {name} has no set_grad_checkpointing; set it to false")
             self.network.set_grad_checkpointing(True)
-        self.losses = {label: LOSSES.build(spec).to(self.device) for label, spec in train.loss_specs().items()}
+        self.losses = {label: build_loss(label, spec).to(self.device) for label, spec in train.loss_specs().items()}
         trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(trained, train.optim_g.spec())
         scheduler = train.scheduler.spec() if train.scheduler else None
@@ -81,6 +76,19 @@ class RestorationModel(Base):
         if train.use_compile:
             mode = train.use_compile if isinstance(train.use_compile, str) else None
             self._forward = torch.compile(self.network, mode=mode)
+
+    def _load_pretrained(self, path: PathOptions) -> None:
+        file = path.pretrain_network_g.expanduser()
+        sections = read_checkpoint(file).sections
+        key = None if path.param_key_g == "auto" else path.param_key_g
+        if self.ema is not None:
+            # as BasicSR: training goes on from the weights, the average from the average
+            average = "params_ema" if "params_ema" in sections else key
+            loaded = load_weights(self.ema.network, file, key=average, strict=path.strict_load_g)
+            logger.info(f"the average starts from {file}: {loaded}")
+            key = "params" if key is None and "params" in sections else key
+        loaded = load_weights(self.network, file, key=key, strict=path.strict_load_g)
+        logger.info(f"the network starts from {file}: {loaded}")
 
     def train_step(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """See :meth:`Base.train_step`. Raises :class:`NotFinite` where ``train.nan_guard`` is ``stop``."""
@@ -139,15 +147,17 @@ class RestorationModel(Base):
 
     def predict(self, lq: Tensor) -> Tensor:
         """See :meth:`Base.predict`; tiles and self-ensemble as ``val`` says."""
-        network = self.ema.network if self.ema is not None else self.network
+        network, val = self.ema.network if self.ema is not None else self.network, self.options.val
         was_training = network.training
-        network.eval()
-        val = self.options.val
+        # an average is in eval mode throughout, and keeps what it has cached
+        if was_training:
+            network.eval()
         try:
             lq = lq.to(self.device)
             return restore(network, lq, tile=val.tile, overlap=val.overlap, self_ensemble=val.self_ensemble)
         finally:
-            network.train(was_training)
+            if was_training:
+                network.train()
 
     def learning_rates(self) -> tuple[float, ...]:
         """See :meth:`Base.learning_rates`."""
@@ -166,11 +176,16 @@ class RestorationModel(Base):
             "iteration": self.iteration,
             "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_type": type(self.optimizer).__name__,
             "scaler": self.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Base.load_state_dict`."""
+        own = type(self.optimizer).__name__
+        if state.get("optimizer_type") != own:
+            text = f"the saved state is of the optimizer {state.get('optimizer_type')}, this run's is {own}"
+            raise OptionsError(f"{text}; to change it, start anew from the weights with path.pretrain_network_g")
         try:
             if "network_g" not in (self.options.path.ignore_resume_networks or ()):
                 self.network.load_state_dict(state["weights"]["params"])
@@ -197,11 +212,28 @@ def build_network(options: Options) -> nn.Module:
     Raises:
         OptionsError: the constructor refuses its arguments, or the network's scale is not the run's.
     """
+    name = options.network_g.type
     try:
         network = ARCHS.build(options.network_g.spec())
     except (ValueError, TypeError) as error:
         raise OptionsError(f"network_g: {error}") from error
-    scale = getattr(network, "scale", options.scale)
-    if scale != options.scale:
-        raise OptionsError(f"scale is {options.scale}, but the network {options.network_g.type} enlarges by {scale}")
+    if not hasattr(network, "scale"):
+        logger.warning(f"{name} does not state its scale: {options.scale} is assumed, as the options say")
+        network.scale = options.scale
+    if network.scale != options.scale:
+        raise OptionsError(f"scale is {options.scale}, but the network {name} enlarges by {network.scale}")
     return network
+
+
+def build_loss(label: str, spec: dict[str, Any]) -> nn.Module:
+    """Build a loss that yields one number.
+
+    Raises:
+        OptionsError: the constructor refuses its arguments, or the loss would yield a map.
+    """
+    if spec.get("reduction") == "none":
+        raise OptionsError(f"the loss {label} has reduction none, but training needs one number: take mean or sum")
+    try:
+        return LOSSES.build(spec)
+    except (ValueError, TypeError) as error:
+        raise OptionsError(f"the loss {label}: {error}") from error

@@ -55,6 +55,7 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
         main(argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        logger.error(error, extra={"file_only": True})
         return error.exit_code
     except Interrupted as stop:
         return stop.code
@@ -84,13 +85,6 @@ def choose_device(options: Options, launcher: str = "none") -> torch.device:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if launcher != "none" or processes > 1:
         raise OptionsError("this version trains in one process; start train.py without --launcher and torchrun")
-    device = _device(options)
-    if device.type == "cpu" and any(dataset.prefetch_mode == "cuda" for dataset in options.datasets.values()):
-        logger.warning("prefetch_mode is cuda, but the run uses the CPU: batches are not copied ahead")
-    return device
-
-
-def _device(options: Options) -> torch.device:
     asked = options.num_gpu
     if asked == 0 or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -126,16 +120,25 @@ def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> 
     An earlier run of the same name is kept: its folder is renamed, and the log says to what.
     """
     folder = folder_of(options, kind)
-    if folder.exists() and any(folder.iterdir()) and not keep:
-        archived = folder.with_name(f"{folder.name}_archived_{_stamp()}")
-        folder.rename(archived)
-        logger.warning(f"{folder} held an earlier run, which is now {archived}")
+    if not keep:
+        for earlier in [folder, folder_of(options, "tb_logger")] if kind == "experiments" else [folder]:
+            _archive(earlier)
     folder.mkdir(parents=True, exist_ok=True)
     if options.file is not None:
         copy = folder / options.file.name
         header = f"# copied {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n# command: {command}\n\n"
         copy.write_text(header + options.file.read_text(encoding="utf-8"), encoding="utf-8")
     return folder
+
+
+def _archive(folder: Path) -> None:
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    archived = folder.with_name(f"{folder.name}_archived_{_stamp()}")
+    while archived.exists():
+        archived = archived.with_name(f"{archived.name}_")
+    folder.rename(archived)
+    logger.warning(f"{folder} held an earlier run, which is now {archived}")
 
 
 def log_file(folder: Path, options: Options, kind: str) -> Path:

@@ -80,12 +80,13 @@ def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -
     except (PydanticUserError, NameError):
         return []
     try:
-        model(**{name: values[name] for name in fields})
+        converted = model(**{name: values[name] for name in fields})
     except ValidationError as error:
-        return [
-            ((*path, *_place(found["loc"], values)), describe(found)) for found in _one_per_argument(error.errors())
-        ]
-    return []
+        found = _one_per_argument(error.errors())
+        return [((*path, *_place(one["loc"], values)), describe(one)) for one in found]
+    # the constructor gets the value as it stands in the file, where the word "off" would be true
+    words = [name for name in fields if isinstance(values[name], str) and isinstance(getattr(converted, name), bool)]
+    return [((*path, name), f"must be true or false, got {values[name]!r}") for name in words]
 
 
 def describe(found: Mapping[str, Any]) -> str:

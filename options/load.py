@@ -23,8 +23,7 @@ from options.registry import (
     MODELS,
     OPTIMIZERS,
     SCHEDULERS,
-    UnknownName,
-    WrongArgument,
+    AlreadyRegistered,
     nearest,
 )
 
@@ -50,9 +49,7 @@ def parse(argv: Sequence[str] | None = None, *, program: str) -> argparse.Namesp
     return parser.parse_intermixed_args(argv)
 
 
-def load(
-    path: Path, overrides: Sequence[str] = (), *, training: bool = True, debug: bool = False, import_paths: bool = True
-) -> schema.Options:
+def load(path: Path, overrides: Sequence[str] = (), *, training: bool = True, debug: bool = False) -> schema.Options:
     """Read, override, check and freeze the options of one run.
 
     Args:
@@ -60,7 +57,6 @@ def load(
         overrides: ``key.sub=value`` or ``key:sub=value``.
         training: a training run needs ``train`` and a training set; a test run needs a set to test on.
         debug: short intervals, and ``debug_`` before the name.
-        import_paths: import the files that ``import_paths`` and PELLUCID_IMPORT name.
 
     Raises:
         OptionsError: with one line for each thing that is wrong, all of them at once.
@@ -69,8 +65,7 @@ def load(
     raw = apply_overrides(raw, overrides)
     if debug:
         raw = _debug(raw)
-    if import_paths:
-        import_components(raw.get("import_paths"), Path(path).parent)
+    import_components(raw.get("import_paths"), Path(path).parent)
     problems, options = _validate(raw, training)
     if problems:
         raise OptionsError(_report(path, problems, lines))
@@ -104,7 +99,9 @@ def import_components(paths: Any, base: Path) -> None:
     Relative paths count from the current folder, or else from the option file's. PELLUCID_IMPORT (separated as PATH is)
     adds further ones.
     """
-    named = [paths] if isinstance(paths, str) else list(paths or [])
+    if paths is not None and not (isinstance(paths, list) and all(isinstance(name, str) for name in paths)):
+        raise OptionsError(f"import_paths must be a list of files or folders, got {paths!r}")
+    named = list(paths or [])
     named += [part for part in os.environ.get("PELLUCID_IMPORT", "").split(os.pathsep) if part]
     for name in named:
         path = next((p for p in (Path(name).expanduser(), base / name) if p.exists()), None)
@@ -139,18 +136,21 @@ def _import_file(file: Path) -> None:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except (SyntaxError, ImportError, AlreadyRegistered) as error:
         del sys.modules[name]
-        raise
+        raise OptionsError(f"import_paths: {file} cannot be imported: {error}") from error
 
 
 def _debug(raw: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(raw.get("name"), str):
+        return raw
     changes = ["val.val_freq=8", "logger.print_freq=1", "logger.save_checkpoint_freq=8", "logger.use_tb_logger=false"]
-    return apply_overrides(raw, [f"name=debug_{raw.get('name')}", *changes])
+    return apply_overrides(raw, [f"name=debug_{raw['name']}", *changes])
 
 
 def _validate(raw: dict[str, Any], training: bool) -> tuple[list[check.Problem], schema.Options | None]:
     filled, problems = _fill_datasets(raw)
+    problems += [(("file",), "unknown option")] if "file" in raw else []
     problems += _components(raw)
     options = None
     try:
@@ -158,7 +158,8 @@ def _validate(raw: dict[str, Any], training: bool) -> tuple[list[check.Problem],
     except ValidationError as error:
         problems += _schema_problems(error)
     else:
-        problems += _contradictions(options, training)
+        told = any(place[:2] == ("train", "scheduler") for place, _ in problems)
+        problems += _contradictions(options, training, schedule=not told)
     return _without_echoes(problems), options
 
 
@@ -170,8 +171,9 @@ def _fill_datasets(raw: dict[str, Any]) -> tuple[dict[str, Any], list[check.Prob
     if not isinstance(sets, Mapping):
         return filled, problems
     filled["datasets"] = {}
-    for key, dataset in sets.items():
-        phase = schema.phase_of(str(key))
+    scale = raw.get("scale", 1)
+    for key, dataset in ((str(key), dataset) for key, dataset in sets.items()):
+        phase = schema.phase_of(key)
         if phase not in PHASES:
             hint = nearest(phase, PHASES) or "; sections are called train, val, val_1 .., test, test_1 .."
             problems.append((("datasets", key), f"unknown phase {phase}{hint}"))
@@ -179,7 +181,10 @@ def _fill_datasets(raw: dict[str, Any]) -> tuple[dict[str, Any], list[check.Prob
         if isinstance(dataset, Mapping):
             taken = [name for name in ("phase", "seed") if name in dataset]
             problems += [(("datasets", key, name), "is set by the program; remove it") for name in taken]
-            own = {"scale": raw.get("scale", 1), "seed": raw.get("manual_seed") or 0, "phase": phase}
+            # a wrong scale or seed is told once, in its own place
+            own = {"scale": scale if isinstance(scale, int) and scale > 0 else 1, "seed": 0, "phase": phase}
+            if isinstance(raw.get("manual_seed"), int) and raw["manual_seed"] >= 0:
+                own["seed"] = raw["manual_seed"]
             if dataset.get("scale", own["scale"]) != own["scale"]:
                 text = f"is {dataset['scale']}, but the run's scale is {own['scale']}; remove it here"
                 problems.append((("datasets", key, "scale"), text))
@@ -265,7 +270,7 @@ def _in_file(loc: tuple) -> tuple:
 _UNION_MEMBERS = {"int", "bool", "str", "float", "constrained-int"}
 
 
-def _contradictions(options: schema.Options, training: bool) -> list[check.Problem]:
+def _contradictions(options: schema.Options, training: bool, *, schedule: bool) -> list[check.Problem]:
     problems: list[check.Problem] = []
     weights = options.path.pretrain_network_g
     if weights is not None and not weights.expanduser().is_file():
@@ -283,7 +288,7 @@ def _contradictions(options: schema.Options, training: bool) -> list[check.Probl
         problems.append((("datasets", "train"), "is missing; training needs it"))
     if not options.train.loss_specs():
         problems.append((("train", "pixel_opt"), "is missing: give at least one loss"))
-    return problems + _schedule(options.train)
+    return problems + (_schedule(options.train) if schedule else [])
 
 
 def _schedule(train: schema.TrainOptions) -> list[check.Problem]:
@@ -291,8 +296,6 @@ def _schedule(train: schema.TrainOptions) -> list[check.Problem]:
         return []
     try:
         schedule = SCHEDULERS.build(train.scheduler.spec())
-    except (UnknownName, WrongArgument):
-        return []  # told already, by the check of its arguments
     except (ValueError, TypeError) as error:
         return [(("train", "scheduler"), str(error))]
     length = getattr(schedule, "length", None)

@@ -46,7 +46,7 @@ class DatasetOptions(Component):
     batch_size_per_gpu: Count = Field(16, description="samples per optimizer step, device and accumulation step")
     num_worker_per_gpu: int = Field(2, ge=0, description="loader processes; 0 loads in the training process")
     dataset_enlarge_ratio: Count = Field(1, description="how often one epoch repeats the pictures")
-    prefetch_mode: Literal["cpu", "cuda"] | None = Field(None, description="cuda copies ahead where there is a GPU")
+    prefetch_mode: Literal["cpu", "cuda"] | None = _inert("the workers prepare batches ahead")
     num_prefetch_queue: Count = Field(2, description="batches that each worker prepares ahead")
     pin_memory: bool = Field(False, description="page-locked batches for faster copies to a GPU")
     persistent_workers: bool | None = Field(
@@ -62,15 +62,16 @@ class DatasetOptions(Component):
     scale: Count = Field(1, exclude=True)
     seed: int = Field(0, exclude=True)
 
-    def arguments(self) -> dict[str, Any]:
-        """The data set's own keyword arguments, its name included."""
-        return {"name": self.name, **(self.model_extra or {})}
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str) -> str:
+        return folder_name(name)
 
 
 class MetricOptions(Component):
     """A metric, computed on pictures rounded to 8 bit as they would be saved."""
 
-    better: Literal["higher", "lower"] = Field("higher", description="which of two values is the better one")
+    better: Literal["higher", "lower"] | None = Field(None, description="the better of two values; default: by metric")
 
 
 class PathOptions(Strict):
@@ -122,6 +123,14 @@ class TrainOptions(Strict):
     use_ema: bool | None = _inert("ema_decay alone decides")
     manual_seed: int | None = _inert("the seed is the top-level manual_seed")
 
+    @field_validator("losses")
+    @classmethod
+    def _labels_of_losses(cls, losses: dict[str, Component]) -> dict[str, Component]:
+        for label in losses:
+            if not label.startswith("l_") or label in ("l_pix", "l_fft"):
+                raise ValueError(f"the label {label} must start with l_ and not be l_pix or l_fft")
+        return losses
+
     def loss_specs(self) -> dict[str, dict[str, Any]]:
         """Label in the log -> spec of the loss."""
         named = {"l_pix": self.pixel_opt, "l_fft": self.fft_loss_opt, **self.losses}
@@ -134,12 +143,21 @@ class ValOptions(Strict):
     val_freq: Count = Field(5000, description="steps between validations")
     save_img: bool = Field(False, description="write the result pictures")
     suffix: str | None = Field(None, description="ending of the result pictures' names; default: the run's name")
-    pbar: bool = Field(True, description="progress of a validation, on a terminal")
+    pbar: bool | None = _inert("a progress bar is shown on a terminal only")
     metrics: dict[str, MetricOptions] = Field(default_factory=dict, description="label -> metric")
     baseline: Literal["bicubic", "input"] | None = Field(None, description="also score enlarged or untouched input")
     tile: int | None = Field(None, ge=16, description="side of the tiles in input pixels; default: the whole picture")
     overlap: int | None = Field(None, ge=0, description="overlap of tiles in input pixels; default: from the network")
     self_ensemble: bool = Field(False, description="average over the 8 flips and rotations")
+
+    @model_validator(mode="after")
+    def _overlap_fits_the_tile(self) -> "ValOptions":
+        if self.overlap is not None and self.tile is None:
+            raise ValueError("overlap has no meaning without tile; set tile too")
+        if self.overlap is not None and self.overlap > self.tile // 2:
+            raise ValueError(f"overlap {self.overlap} is more than half of tile {self.tile}")
+        return self
+
     window_size: int | None = _inert("padding follows what the network states about itself")
     rgb2bgr: bool | None = _inert("pictures are RGB throughout")
     use_image: bool | None = _inert("metrics are computed on pictures, rounded to 8 bit")
@@ -180,7 +198,9 @@ class Options(Strict):
     name: str = Field(description="name of the run: the folder under experiments/ or results/")
     model_type: str = Field("RestorationModel", description="how the network is trained and judged")
     scale: Count = Field(1, description="output size over input size; 1 for restoration")
-    num_gpu: int | Literal["auto"] = Field("auto", description="0: CPU; auto: one GPU where there is one")
+    num_gpu: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="0: CPU; auto: one GPU where there is one"
+    )
     manual_seed: int = Field(0, ge=0, description="seed of weights, order and augmentation")
     deterministic: bool = Field(False, description="only deterministic operators, at some cost in speed")
     import_paths: list[Path] = Field(default_factory=list, description="files or folders with your own components")
@@ -197,9 +217,12 @@ class Options(Strict):
     @field_validator("name")
     @classmethod
     def _is_a_folder_name(cls, name: str) -> str:
-        if not name or name in (".", "..") or any(mark in name for mark in '/\\:*?"<>|\0') or name != name.strip():
-            raise ValueError(f"{name!r} cannot be the name of a folder; use letters, digits, - and _")
-        return name
+        return folder_name(name)
+
+    @field_validator("manual_seed", mode="before")
+    @classmethod
+    def _no_seed_is_seed_0(cls, seed: Any) -> Any:
+        return 0 if seed is None else seed
 
     @field_validator("path", "val", "logger", "dist_params", mode="before")
     @classmethod
@@ -212,9 +235,26 @@ class Options(Strict):
             raise ValueError("datasets: only one training set can be given; merge the folders")
         return self
 
+    @model_validator(mode="after")
+    def _names_of_judged_sets_differ(self) -> "Options":
+        names = [dataset.name for dataset in self.phase("val", "test").values()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"datasets: two sets are called {', '.join(twice)}; results of one would replace the other's"
+            )
+        return self
+
     def phase(self, *phases: str) -> dict[str, DatasetOptions]:
         """The data sets of these phases, in the order of the file."""
         return {key: dataset for key, dataset in self.datasets.items() if dataset.phase in phases}
+
+
+def folder_name(name: str) -> str:
+    """Return ``name`` if it can be the name of a folder on any system; raise ValueError otherwise."""
+    if not name or name in (".", "..") or any(mark in name for mark in '/\\:*?"<>|\0') or name != name.strip():
+        raise ValueError(f"{name!r} cannot be the name of a folder; use letters, digits, - and _")
+    return name
 
 
 def phase_of(key: str) -> str:

@@ -15,19 +15,28 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader whose floats are those of YAML 1.2."""
 
 
+_REPLACED = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:bool")
+_FLOAT = r"""^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?
+    |[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"""
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"""^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?
-        |[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
-        re.VERBOSE,
-    ),
-    list("-+0123456789."),
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT, re.VERBOSE), list("-+0123456789."))
+# no octal 010 and no 1:30 in base 60
+_INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+# yes and no as BasicSR's files may have them; on and off are words, since off is a value of some options
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfFyYnN"))
+
+
+def _whole_number(loader: yaml.SafeLoader, node: yaml.Node) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 16) if text.lower().startswith("0x") else int(text, 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def read(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -54,7 +63,7 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
         if problems:
             raise OptionsError("\n".join(problems))
         options = loader.construct_document(node) if node is not None else None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionsError(f"{path} is not valid YAML: {error}") from None
     finally:
         loader.dispose()

@@ -1,12 +1,15 @@
 """Losses that compare two pictures pixel by pixel, with the meaning of weight and reduction that BasicSR gives them."""
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from options.registry import LOSSES
 
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
 
 
 class WeightedLoss(nn.Module):
@@ -22,7 +25,7 @@ class WeightedLoss(nn.Module):
         ValueError: another reduction.
     """
 
-    def __init__(self, *, loss_weight: float = 1.0, reduction: str = "mean") -> None:
+    def __init__(self, *, loss_weight: float = 1.0, reduction: Reduction = "mean") -> None:
         super().__init__()
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
@@ -91,7 +94,7 @@ class CharbonnierLoss(WeightedLoss):
             pictures agree.
     """
 
-    def __init__(self, *, loss_weight: float = 1.0, reduction: str = "mean", eps: float = 1e-12) -> None:
+    def __init__(self, *, loss_weight: float = 1.0, reduction: Reduction = "mean", eps: float = 1e-12) -> None:
         super().__init__(loss_weight=loss_weight, reduction=reduction)
         if eps <= 0:
             raise ValueError(f"eps must be more than 0, got {eps}")

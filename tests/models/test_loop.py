@@ -55,7 +55,7 @@ def test_training_ends_at_total_iter_though_the_batch_exceeds_the_set(run):
     assert [row["iter"] for row in rows(folder, "train")] == [1, 2, 3, 4, 5]
     # the last validation belongs to the last iteration, and is not done twice
     assert [row["iter"] for row in rows(folder, "val")] == [2, 4, 5]
-    assert scores[0].means()["psnr"] == rows(folder, "val")[-1]["psnr"]
+    assert scores[0].means()["psnr"] == rows(folder, "val")[-1]["scores"]["psnr"]
 
 
 @pytest.mark.usefixtures("one_small_picture")
@@ -91,7 +91,7 @@ def test_the_best_weights_carry_what_they_are(run):
     assert facts["scale"] == "2"
     assert facts["weights"] == "params_ema"
     assert keys == set(model.network.state_dict())
-    best = max(rows(folder, "val"), key=lambda row: row["psnr"])
+    best = max(rows(folder, "val"), key=lambda row: row["scores"]["psnr"])
     assert facts["iteration"] == str(best["iter"])
 
 

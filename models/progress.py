@@ -1,0 +1,115 @@
+"""How far a run has come, beside its weights: what a resumed run needs to go on as if it had never stopped."""
+
+import datetime
+import json
+import logging
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from models import checkpoint
+from models.base import Base
+from models.report import SetScores
+from options.errors import OptionsError
+
+logger = logging.getLogger("pellucid")
+
+
+@dataclass
+class Progress:
+    """Position, validations and best scores of a run.
+
+    Attributes:
+        samples: training samples taken so far, over all processes.
+        validated: iteration of the last complete validation.
+        best: set -> metric -> (best value so far, its iteration).
+    """
+
+    samples: int = 0
+    validated: int = 0
+    best: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+
+    def update_best(self, scores: SetScores, better: Mapping[str, str], iteration: int) -> list[str]:
+        """Take in one validation; return the metrics that improved. What is not a number is never the best."""
+        kept = self.best.setdefault(scores.name, {})
+        improved = []
+        for label, value in scores.means().items():
+            old = kept.get(label, (math.nan, 0))[0]
+            if math.isnan(old) or (value > old if better[label] == "higher" else value < old):
+                kept[label] = (value, iteration)
+                if not math.isnan(value):
+                    improved.append(label)
+        return improved
+
+
+def save(path: Path, model: Base, progress: Progress) -> None:
+    """Write a state: the model's, the progress, and the random states of the process."""
+    state = {"model": model.state_dict(), "samples": progress.samples, "validated": progress.validated}
+    checkpoint.save_state(path, {**state, "best": progress.best, "random": _random_states()})
+
+
+def resume(path: Path, model: Base) -> Progress:
+    """Bring a model, and the random states of the process, to where a state was saved.
+
+    Raises:
+        OptionsError: the file is no state of this program, or belongs to another network or optimizer.
+    """
+    state = checkpoint.load_state(path)
+    lacking = [key for key in ("model", "samples", "validated", "best", "random") if key not in state]
+    if lacking:
+        way = "to start from the weights of a file, name it in path.pretrain_network_g"
+        raise OptionsError(f"{path} is not a state that train.py saved (it has no {', '.join(lacking)}); {way}")
+    model.load_state_dict(state["model"])
+    _restore_random_states(state["random"])
+    best = {name: {label: tuple(pair) for label, pair in kept.items()} for name, kept in state["best"].items()}
+    return Progress(samples=state["samples"], validated=state["validated"], best=best)
+
+
+def set_aside_later(folder: Path, iteration: int) -> None:
+    """Move states and weights of iterations after ``iteration``, from an earlier try, to a folder of their own."""
+    later = [path for path in folder.glob("training_states/*.state") if _number(path.stem) > iteration]
+    later += [path for path in folder.glob("models/net_g_*.pth") if _number(path.stem[6:]) > iteration]
+    later += [path for path in folder.glob("models/net_g_best.safetensors") if _iteration_of(path) > iteration]
+    if not later:
+        return
+    aside = folder / f"superseded_{datetime.datetime.now():%Y%m%d_%H%M%S_%f}"
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    logger.warning(f"{len(later)} files of iterations after {iteration}, from an earlier try, are now in {aside}")
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else -1
+
+
+def _iteration_of(path: Path) -> int:
+    with safe_open(path, "pt") as file:
+        return int(json.loads((file.metadata() or {}).get("iteration", "-1")))
+
+
+def _random_states() -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states["numpy"] = (kind, [int(key) for key in keys], position, has_gauss, gauss)
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    # as many devices as there are now; a run moved to other hardware is not bit-exact anyway
+    for device, state in enumerate(states.get("cuda", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)
