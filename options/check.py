@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from options.registry import Registry, UnknownName, nearest, takes_options_dict
+from options.registry import Registry, UnknownName, nearest, takes_options_dict, wrong_arguments
 
 Problem = tuple[tuple[str | int, ...], str]
 
@@ -44,27 +44,8 @@ def component(registry: Registry, spec: Any, path: tuple[str | int, ...], given:
     if takes_options_dict(entry):
         return []
     values = {key: value for key, value in spec.items() if key != "type"}
-    return arguments(entry, values, path, set(given))
-
-
-def arguments(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple, given: set[str]) -> list[Problem]:
-    """Check the keyword arguments of one constructor; see :func:`component`."""
-    parameters = inspect.signature(entry).parameters
-    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    allowed = {name: parameter for name, parameter in named.items() if name not in given}
-    problems: list[Problem] = []
-    suggested = set()
-    for key in values:
-        if key not in named and not free:
-            suggestion = nearest(key, allowed)
-            suggested.add(suggestion[len("; did you mean ") : -1])
-            takes = "" if suggestion else f"; it takes {', '.join(allowed)}"
-            problems.append(((*path, key), f"unknown argument of {entry.__name__}{suggestion}{takes}"))
-    for name, parameter in allowed.items():
-        if parameter.default is parameter.empty and name not in values and name not in suggested:
-            problems.append(((*path, name), f"is missing; {entry.__name__} needs it"))
-    return problems + _values(entry, {k: v for k, v in values.items() if k in named}, path)
+    problems = [((*path, key), text) for key, text in wrong_arguments(entry, values, tuple(given))]
+    return problems + _values(entry, values, path)
 
 
 def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -> list[Problem]:

@@ -7,7 +7,7 @@ kernels import on a bare torch.
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 logger = logging.getLogger("pellucid")
@@ -112,7 +112,8 @@ class Registry:
         arguments = {**{key: value for key, value in given.items() if key in taken}, **arguments}
         problems = wrong_arguments(entry, arguments)
         if problems:
-            raise WrongArgument(f"{self.kind} {spec['type']}: " + "; ".join(problems))
+            told = "; ".join(f"{key}: {text}" for key, text in problems)
+            raise WrongArgument(f"{self.kind} {spec['type']}: {told}")
         return entry(**arguments)
 
     def __contains__(self, name: object) -> bool:
@@ -122,17 +123,25 @@ class Registry:
         return iter(self.names())
 
 
-def wrong_arguments(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
-    """One message for each argument that ``entry`` does not take or misses."""
+def wrong_arguments(
+    entry: Callable[..., Any], arguments: Collection[str], given: Collection[str] = ()
+) -> list[tuple[str, str]]:
+    """(argument, message) for each one that ``entry`` does not take, and each that it misses.
+
+    An argument that is missing only because it is misspelt is told once. ``given`` are provided by the program: they
+    are neither missing nor suggested.
+    """
     parameters = inspect.signature(entry).parameters
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    problems = []
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        for key in arguments:
-            if key not in named:
-                problems.append(f"no argument {key}{nearest(key, named) or ' (it takes ' + ', '.join(named) + ')'}")
-    problems += [f"{n} is missing" for n, p in named.items() if p.default is p.empty and n not in arguments]
-    return problems
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    own = [name for name in named if name not in given]
+    problems, meant = [], set()
+    for key in (key for key in arguments if key not in named and not free):
+        hint = nearest(key, own)
+        meant.add(hint[len("; did you mean ") : -1])
+        problems.append((key, f"unknown argument of {entry.__name__}{hint or '; it takes ' + ', '.join(own)}"))
+    missing = [n for n in own if named[n].default is named[n].empty and n not in arguments and n not in meant]
+    return problems + [(name, f"is missing; {entry.__name__} needs it") for name in missing]
 
 
 def takes_options_dict(entry: Callable[..., Any]) -> bool:

@@ -223,7 +223,7 @@ def test_a_dataset_written_for_basicsr_becomes_deterministic(loader_options):
     ("kind", "arguments", "message"),
     [
         ("PairedImageDatset", {}, "a set .train.: unknown dataset PairedImageDatset; did you mean PairedImageDataset"),
-        ("SingleImageDataset", {"dataroot_lr": "x"}, "no argument dataroot_lr; did you mean dataroot_lq"),
+        ("SingleImageDataset", {"dataroot_lr": "x"}, "dataroot_lr: unknown argument of SingleImageDataset; did you mean dataroot_lq"),
     ],
 )
 def test_wrong_options_are_explained(loader_options, kind, arguments, message):

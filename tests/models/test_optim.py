@@ -115,7 +115,7 @@ def test_iterations_count_from_1():
     ("spec", "message"),
     [
         ({"type": "MultiStepLR", "milestone": [1]}, "did you mean milestones"),
-        ({"type": "MultiStepLR"}, "milestones is missing"),
+        ({"type": "MultiStepLR"}, "milestones: is missing"),
         ({"type": "CosineAnealingRestartLR", "periods": [1]}, "did you mean CosineAnnealingRestartLR"),
         ({"type": "CosineAnnealingRestartLR", "periods": [1, 2]}, "equally long: periods .*restart_weights"),
         ({"type": "CosineAnnealingRestartLR", "periods": []}, "equally long|at least 1"),
@@ -174,7 +174,7 @@ def test_groups_keep_their_own_rate():
     ("spec", "message"),
     [
         ({"type": "AdamV", "lr": 1e-3}, "did you mean Adam"),
-        ({"type": "AdamW", "learning_rate": 1e-3}, "no argument learning_rate"),
+        ({"type": "AdamW", "learning_rate": 1e-3}, "learning_rate: unknown argument of AdamW"),
         ({"type": "AdamW", "weight_decy": 1e-3}, "did you mean weight_decay"),
         ({"type": "AdamW", "lr": -1.0}, "Invalid learning rate"),
         ({"type": "AdamW", "params": []}, "remove params"),

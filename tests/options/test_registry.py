@@ -29,7 +29,7 @@ def test_an_unknown_name_is_told_with_the_nearest_one(filters):
 
 
 def test_an_unknown_argument_is_told_with_the_nearest_one(filters):
-    with pytest.raises(WrongArgument, match=r"no argument raduis; did you mean radius\?"):
+    with pytest.raises(WrongArgument, match=r"raduis: unknown argument of Sharpen; did you mean radius\?"):
         filters.build({"type": "Sharpen", "raduis": 3})
 
 
@@ -41,7 +41,7 @@ def test_a_missing_argument_is_named():
         def __init__(self, *, sigma: float) -> None:
             self.sigma = sigma
 
-    with pytest.raises(WrongArgument, match="sigma is missing"):
+    with pytest.raises(WrongArgument, match="sigma: is missing; Blur needs it"):
         registry.build({"type": "Blur"})
 
 
