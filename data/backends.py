@@ -4,15 +4,20 @@ A source is any object with the five members of :class:`Source`. Names are relat
 The order of names is natural ("2.png" before "10.png"), the same on every machine.
 """
 
+import errno
 import io
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
+
+# pydantic reads the one of typing from Python 3.12 on only
+from typing_extensions import TypedDict
 
 from data.headers import Header, HeaderError, find_damage, read_header
 from data.io import EXTENSIONS, decode, remove_alpha
@@ -20,9 +25,22 @@ from options.errors import DataError, OptionsError
 from options.registry import nearest
 
 _TRIES = 3
+_HOPELESS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
 _BACKENDS = {"disk": set(), "lmdb": set(), "memory": {"keep"}}
 # LMDB refuses to open a database twice in one process: path -> (process, environment)
 _ENVIRONMENTS: dict[str, tuple[int, Any]] = {}
+
+
+class IoBackend(TypedDict, total=False):
+    """Where encoded pictures lie; ``keep`` belongs to ``memory``."""
+
+    # unknown keys are refused when options are checked, too
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    type: Literal["disk", "memory", "lmdb"]
+    keep: Literal["decoded", "encoded"]
+    # published files repeat the roots of an LMDB here
+    db_paths: list[str] | str
+    client_keys: list[str] | str
 
 
 class Source(Protocol):
@@ -57,7 +75,6 @@ def open_source(dataroot: str | os.PathLike, io_backend: Mapping[str, Any] | Non
     kind = options.pop("type", "disk")
     if kind not in _BACKENDS:
         raise OptionsError(f"io_backend.type: {kind} is not known{nearest(kind, _BACKENDS)} ({', '.join(_BACKENDS)})")
-    # published files repeat the roots of an LMDB here
     unknown = sorted(set(options) - _BACKENDS[kind] - {"db_paths", "client_keys"})
     if unknown:
         raise OptionsError(f"io_backend.{unknown[0]} is not known for {kind}{nearest(unknown[0], _BACKENDS[kind])}")
@@ -106,10 +123,10 @@ class FolderSource:
         """The file's bytes."""
         for left in reversed(range(_TRIES)):
             try:
-                return Path(self.path(name)).read_bytes()
+                with open(self.path(name), "rb", opener=_open_regular) as file:
+                    return file.read()
             except OSError as error:
-                final = left == 0 or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
-                if final:
+                if left == 0 or error.errno in _HOPELESS:
                     raise self._unreadable(name, error) from error
                 # network folders fail for a moment now and then
                 time.sleep(0.2)
@@ -118,7 +135,7 @@ class FolderSource:
     def open(self, name: str) -> BinaryIO:
         """The opened file."""
         try:
-            return open(self.path(name), "rb")
+            return open(self.path(name), "rb", opener=_open_regular)
         except OSError as error:
             raise self._unreadable(name, error) from error
 
@@ -216,9 +233,10 @@ class ImageReader:
         with self.source.open(name) as file:
             try:
                 header = read_header(file)
-            except HeaderError as error:
-                raise DataError(f"cannot read {self.path(name)}: {error}") from error
-            damage = find_damage(file, header)
+                damage = find_damage(file, header)
+            except (HeaderError, OSError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise DataError(f"cannot read {self.path(name)}: {reason}") from error
         if damage:
             raise DataError(f"cannot read {self.path(name)}: {damage}")
         return header
@@ -240,6 +258,15 @@ class ImageReader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
+
+
+def _open_regular(path: str, flags: int) -> int:
+    # without O_NONBLOCK a pipe waits for someone to write into it
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return handle
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, int | str]], str]:

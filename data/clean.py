@@ -1,15 +1,16 @@
 """Ground-truth pictures alone: the low-resolution side is made on the fly."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from data.augment import flip_and_rotate
-from data.dataset import Crop, ImageDataset, split_key
+from data.backends import IoBackend
+from data.dataset import Crop, ImageDataset, Phase, Small, split_key
 from data.degrade import bicubic_downsample, bicubic_downsample_crop, mod_crop
+from data.io import Alpha, Color
 from data.pairs import list_names, unique_stems
-from data.verify import verify_pictures
+from data.verify import Verify, verify_pictures
 from options.errors import DataError, OptionsError
 from options.registry import DATASETS, nearest
 
@@ -42,23 +43,23 @@ class DownsampleImageDataset(ImageDataset):
         *,
         dataroot_gt: str,
         scale: int = 1,
-        phase: str = "train",
+        phase: Phase = "train",
         seed: int = 0,
         name: str = "",
-        io_backend: Mapping[str, Any] | None = None,
+        io_backend: IoBackend | None = None,
         meta_info_file: str | None = None,
         gt_size: int | None = None,
         use_hflip: bool = False,
         use_rot: bool = False,
-        color: str = "rgb",
-        alpha: str = "error",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        verify: str = "headers",
+        color: Color = "rgb",
+        alpha: Alpha = "error",
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        verify: Verify = "headers",
         min_texture: float = 0.0,
-        small: str = "error",
-        kernel: str = "matlab",
-        downsample: str = "image",
+        small: Small = "error",
+        kernel: Literal["matlab"] = "matlab",
+        downsample: Literal["image", "patch"] = "image",
     ) -> None:
         super().__init__(
             phase=phase,

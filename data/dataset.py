@@ -1,24 +1,39 @@
 """What the image datasets share: options, readers, random numbers, tensors, and the crop of a training sample."""
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from data.augment import draw_textured_crop
-from data.backends import ImageReader, open_source
-from data.io import check_policies, convert_color, to_float
+from data.backends import ImageReader, IoBackend, open_source
+from data.io import Alpha, Color, check_policies, convert_color, to_float
 from data.pairs import Problems
-from data.verify import MODES
+from data.verify import MODES, Verify
 from options.errors import OptionsError
 from options.registry import nearest
 
-PHASES = ("train", "val", "test")
+Phase = Literal["train", "val", "test"]
+Small = Literal["error", "pad"]
+PHASES = get_args(Phase)
 # keeps the random numbers of samples apart from those of the order
 _SAMPLE_STREAM = 2
+
+_ONLY_IN_TRAINING = (
+    "mean and std are for training sets; metrics and saved pictures need values in 0..1. Remove them here; a network "
+    "that wants normalised pictures must normalise its input and undo it at its output"
+)
+_NOT_ELSEWHERE = (
+    "mean and std act in training only; validation, test and restoring hand the network pictures in 0..1 and expect "
+    "such back"
+)
+
+logger = logging.getLogger("pellucid")
 
 
 class ImageDataset(Dataset):
@@ -32,23 +47,24 @@ class ImageDataset(Dataset):
         io_backend: ``{type: disk | memory | lmdb}``, see :mod:`data.backends`.
         color: ``"rgb"``, ``"gray"`` or ``"y"``, see :func:`data.io.convert_color`.
         alpha: ``"error"``, ``"drop"``, ``"white"`` or ``"black"``, see :func:`data.io.remove_alpha`.
-        mean, std: both tensors become ``(x - mean) / std``; one number per channel.
+        mean, std: in training both tensors become ``(x - mean) / std``; one number per channel. Refused elsewhere,
+            where metrics and saved pictures need values in 0..1.
         verify: ``"headers"``, ``"full"`` or ``"off"``, see :mod:`data.verify`.
     """
 
     def __init__(
         self,
         *,
-        phase: str,
+        phase: Phase,
         scale: int,
         seed: int,
         name: str,
-        io_backend: Mapping[str, Any] | None,
-        color: str,
-        alpha: str,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
-        verify: str,
+        io_backend: IoBackend | None,
+        color: Color,
+        alpha: Alpha,
+        mean: list[float] | None,
+        std: list[float] | None,
+        verify: Verify,
     ) -> None:
         self.name = name or type(self).__name__
         for key, value, known in (("phase", phase, PHASES), ("verify", verify, MODES)):
@@ -61,10 +77,12 @@ class ImageDataset(Dataset):
         check_policies(color, alpha)
         self.phase, self.scale, self.seed = phase, scale, seed
         self.color, self.alpha, self.verify = color, alpha, verify
-        self.io_backend = dict(io_backend or {})
-        channels = 3 if color == "rgb" else 1
-        self.mean = _per_channel("mean", mean, channels, 0.0)
-        self.std = _per_channel("std", std, channels, 1.0)
+        self.io_backend = _backend(io_backend)
+        self.mean_std = _mean_std(mean, std, 3 if color == "rgb" else 1)
+        if self.mean_std and phase != "train":
+            raise OptionsError(f"{self.name} ({phase}): {_ONLY_IN_TRAINING}")
+        if self.mean_std:
+            logger.warning(f"{self.name}: {_NOT_ELSEWHERE}")
         self.problems = Problems(f"{self.name} ({phase})")
 
     def preload(self) -> None:
@@ -83,8 +101,9 @@ class ImageDataset(Dataset):
             planes = convert_color(planes.transpose(1, 2, 0), self.color).transpose(2, 0, 1)
         elif planes.shape[0] == 1:
             planes = np.repeat(planes, 3, axis=0)
-        if self.mean is not None or self.std is not None:
-            planes = (planes - (0 if self.mean is None else self.mean)) / (1 if self.std is None else self.std)
+        if self.mean_std:
+            mean, std = self.mean_std
+            planes = (planes - mean) / std
         return torch.from_numpy(np.ascontiguousarray(planes, dtype=np.float32))
 
 
@@ -102,7 +121,7 @@ class Crop:
     gt_size: int
     scale: int
     min_texture: float = 0.0
-    small: str = "error"
+    small: Small = "error"
 
     def __post_init__(self) -> None:
         if not isinstance(self.gt_size, int) or self.gt_size < 1:
@@ -145,11 +164,25 @@ def split_key(key: int | tuple[int, int]) -> tuple[int, int]:
     return (int(key[0]), int(key[1])) if isinstance(key, tuple | list) else (0, int(key))
 
 
-def _per_channel(key: str, values: Sequence[float] | None, channels: int, neutral: float) -> np.ndarray | None:
-    if values is None or all(value == neutral for value in values):
+def _backend(io_backend: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(io_backend, Mapping | None):
+        raise OptionsError(f"io_backend: {io_backend!r} is not a section such as {{type: disk}}")
+    return dict(io_backend or {})
+
+
+def _mean_std(mean: Any, std: Any, channels: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Both as ``(channels, 1, 1)``, or None where they change nothing."""
+    if mean is None and std is None:
         return None
-    if len(values) not in (1, channels):
-        raise OptionsError(f"{key}: {len(values)} numbers for {channels} channels")
-    if key == "std" and 0 in values:
-        raise OptionsError(f"std: {list(values)} holds a zero")
-    return np.array(values, np.float32).reshape(-1, 1, 1)
+    if mean is None or std is None:
+        raise OptionsError(f"{'std' if std is None else 'mean'} is missing: give both mean and std, or neither")
+    for key, values in (("mean", mean), ("std", std)):
+        if not isinstance(values, Sequence) or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            raise OptionsError(f"{key}: {values!r} is not a list of numbers, one per channel")
+        if len(values) != channels:
+            raise OptionsError(f"{key}: {len(values)} number{'s' * (len(values) > 1)} for {channels} channels")
+    if min(std) <= 0:
+        raise OptionsError(f"std: {list(std)} holds a number that is not above 0")
+    if not any(mean) and all(value == 1 for value in std):
+        return None
+    return tuple(np.array(values, np.float32).reshape(-1, 1, 1) for values in (mean, std))

@@ -19,6 +19,12 @@ _JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _JPEG_STANDALONE = {0x01, *range(0xD0, 0xD9)}
 _JPEG_FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _TIFF_TYPES = {1: "B", 3: "H", 4: "I", 16: "Q"}
+# what cv2 decodes
+_LONGEST_SIDE, _MOST_PIXELS = 1 << 20, 1 << 30
+# of deflate, by its format; a pixel takes one bit at least
+_PNG_PIXELS_PER_BYTE = 1032 * 8
+# what reading numbers out of damaged bytes runs into
+_NONSENSE = (struct.error, LookupError, ValueError, OverflowError)
 
 
 class HeaderError(ValueError):
@@ -54,17 +60,22 @@ def read_header(file: BinaryIO) -> Header:
     """Read the header of the picture that starts at position 0 of ``file``.
 
     Raises:
-        HeaderError: no known format, a damaged header, or a kind of picture that cannot be read faithfully (floating
-            point or 32-bit samples, CMYK TIFF ...).
+        HeaderError: no known format, a damaged header, a size beyond what can be decoded, or a kind of picture that
+            cannot be read faithfully (floating point or 32-bit samples, CMYK TIFF, animations ...).
     """
     file.seek(0)
     start = file.read(12)
     try:
         header = _reader_for(start)(file)
-    except (struct.error, IndexError, KeyError) as error:
+    except HeaderError:
+        raise
+    except _NONSENSE as error:
         raise HeaderError("the header is damaged or cut short") from error
     if header.height < 1 or header.width < 1:
         raise HeaderError(f"the header gives a size of {header.height}x{header.width}")
+    if max(header.height, header.width) > _LONGEST_SIDE or header.height * header.width > _MOST_PIXELS:
+        limits = f"{_LONGEST_SIDE} along a side, {_MOST_PIXELS} in all"
+        raise HeaderError(f"{header.height}x{header.width} pixels by its header; at most {limits} can be read")
     if header.depth not in (8, 16):
         raise HeaderError(f"{header.depth} bits per sample; 8 and 16 can be read")
     return header
@@ -81,6 +92,8 @@ def find_damage(file: BinaryIO, header: Header, thorough: bool = False) -> str |
     size = file.seek(0, os.SEEK_END)
     if not size:
         return "the file is empty"
+    if header.format == "png" and header.height * header.width > size * _PNG_PIXELS_PER_BYTE:
+        return f"{size} bytes are too few bytes for {header.height}x{header.width} pixels"
     try:
         return {
             "png": _png_damage,
@@ -89,7 +102,7 @@ def find_damage(file: BinaryIO, header: Header, thorough: bool = False) -> str |
             "webp": _webp_damage,
             "tiff": _tiff_damage,
         }[header.format](file, size, thorough)
-    except (struct.error, IndexError, KeyError, HeaderError):
+    except _NONSENSE:
         return "the file is cut short"
 
 
@@ -124,6 +137,8 @@ def _read_png(file: BinaryIO) -> Header:
         length, kind = _unpack(file, ">I4s")
         if kind in (b"IDAT", b"IEND"):
             break
+        if kind == b"acTL":
+            raise HeaderError("an animated PNG")
         if kind == b"tRNS" and colour in (2, 3):
             channels = 4
         elif kind == b"tRNS":
@@ -156,6 +171,7 @@ def _png_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
 
 def _read_jpeg(file: BinaryIO) -> Header:
     file.seek(2)
+    adobe = False
     while True:
         prefix, marker = _unpack(file, ">BB")
         while prefix == 0xFF and marker == 0xFF:
@@ -167,9 +183,13 @@ def _read_jpeg(file: BinaryIO) -> Header:
         (length,) = _unpack(file, ">H")
         if marker in _JPEG_FRAMES:
             depth, height, width, channels = _unpack(file, ">BHHB")
+            if channels == 4 and not adobe:
+                raise HeaderError("a CMYK JPEG without Adobe's marker, which says how inks are stored; save it as RGB")
             # four channels are CMYK, which the decoder turns into RGB
             return Header("jpeg", height, width, 1 if channels == 1 else 3, depth)
-        file.seek(length - 2, os.SEEK_CUR)
+        segment = file.read(max(0, min(length - 2, 5))) if marker == 0xEE else b""
+        adobe = adobe or segment == b"Adobe"
+        file.seek(length - 2 - len(segment), os.SEEK_CUR)
 
 
 def _jpeg_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
@@ -206,7 +226,7 @@ def _read_bmp(file: BinaryIO) -> Header:
     channels = 3
     if bits <= 8:
         file.seek(14 + size)
-        palette = file.read(4 * (colours or 2**bits))
+        palette = file.read(4 * min(colours or 256, 2**bits))
         channels = 1 if palette[0::4] == palette[1::4] == palette[2::4] else 3
     elif bits == 32 and size >= 56 and compression in (3, 6):
         file.seek(66)
@@ -271,6 +291,7 @@ def _tiff_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
 
 def _tiff_tags(file: BinaryIO) -> dict[int, tuple[int, ...]]:
     """The integer tags of the first picture of the file."""
+    size = file.seek(0, os.SEEK_END)
     file.seek(0)
     order, version = struct.unpack("2s2s", file.read(4))
     end = "<" if order == b"II" else ">"
@@ -287,6 +308,8 @@ def _tiff_tags(file: BinaryIO) -> dict[int, tuple[int, ...]]:
             continue
         pattern = f"{end}{count}{_TIFF_TYPES[kind]}"
         length = struct.calcsize(pattern)
+        if length > size:
+            raise HeaderError("the header is damaged or cut short")
         if length > inline:
             back = file.tell()
             file.seek(struct.unpack(end + word, raw)[0])

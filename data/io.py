@@ -9,6 +9,7 @@ import io
 import os
 import uuid
 from pathlib import Path
+from typing import Literal, get_args
 
 import cv2
 import numpy as np
@@ -18,8 +19,9 @@ from options.errors import DataError, OptionsError
 from options.registry import nearest
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
-ALPHA_POLICIES = ("error", "drop", "white", "black")
-COLORS = ("rgb", "gray", "y")
+Alpha = Literal["error", "drop", "white", "black"]
+Color = Literal["rgb", "gray", "y"]
+ALPHA_POLICIES, COLORS = get_args(Alpha), get_args(Color)
 
 _DEEP = (".png", ".tif", ".tiff")
 _WITH_ALPHA = (".png", ".tif", ".tiff", ".webp")
@@ -55,11 +57,14 @@ def decode(data: bytes, label: str = "the picture", *, upright: bool = False) ->
         flags = cv2.IMREAD_ANYCOLOR | cv2.IMREAD_ANYDEPTH
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    except cv2.error as error:
-        raise DataError(f"cannot read {label}: {error.err}") from error
-    if image is None:
-        raise DataError(f"cannot read {label}: the {header.format} data are damaged")
-    return _to_rgb(image, header, label)
+        if image is None:
+            raise DataError(f"cannot read {label}: the {header.format} data are damaged")
+        return _to_rgb(image, header, label)
+    except (cv2.error, MemoryError) as error:
+        size = f"{header.height}x{header.width} pixels"
+        full = isinstance(error, MemoryError) or error.code == cv2.Error.StsNoMem
+        reason = f"its {size} do not fit into the memory" if full else f"{error.err} ({size})"
+        raise DataError(f"cannot read {label}: {reason}") from error
 
 
 def read_image(path: str | os.PathLike, *, upright: bool = False) -> np.ndarray:

@@ -1,17 +1,16 @@
 """From the options of one dataset to an iterable of batches."""
 
 import random
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data.dataset import split_key
-from data.io import use_one_thread
 from data.sampler import EndlessSampler, ShardSampler
+from data.workers import Sent, is_forked, start_worker
 from options.errors import DataError, OptionsError, UserError
 from options.registry import DATASETS, UnknownName, WrongArgument, takes_options_dict
 
@@ -34,8 +33,8 @@ class Loader:
         position: samples handed out so far over all ranks, from the stream's beginning: the ``start`` to resume with.
     """
 
-    def __init__(self, loader: DataLoader, *, world: int, start: int, endless: bool) -> None:
-        self.dataset = loader.dataset
+    def __init__(self, loader: DataLoader, dataset: Dataset, *, world: int, start: int, endless: bool) -> None:
+        self.dataset = dataset
         self.batch_size = loader.batch_size
         self.position = start
         self._loader, self._world, self._start, self._endless = loader, world, start, endless
@@ -47,7 +46,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.position = self._start
-        if self._loader.num_workers and hasattr(self.dataset, "preload"):
+        # workers that are not forked share nothing with this process, and read for themselves
+        shared = self._loader.num_workers and self._loader.dataset is self.dataset
+        if shared and hasattr(self.dataset, "preload"):
             self.dataset.preload()
         batches = iter(self._loader)
         try:
@@ -112,9 +113,11 @@ def build_dataset(options: Any) -> Dataset:
         DataError: what is wrong with the pictures, or none there.
     """
     seed = options.seed or 0
-    given = {"phase": options.phase, "scale": options.scale or 1, "seed": seed}
-    spec = {**options.arguments(), "type": options.type}
-    label = f"{options.name or options.type} ({options.phase})"
+    name = getattr(options, "name", "")
+    given = {"phase": options.phase, "scale": options.scale or 1, "seed": seed, "name": name}
+    # a dataset may do without a name; what is given is left out then
+    spec = {key: value for key, value in options.arguments().items() if key != "name"} | {"type": options.type}
+    label = f"{name or options.type} ({options.phase})"
     try:
         dataset = DATASETS.build(spec, **given)
         if takes_options_dict(DATASETS.get(options.type)):
@@ -145,44 +148,38 @@ def build_loader(
     """
     dataset = build_dataset(options)
     endless = options.phase == "train"
-    if endless:
-        sampler = EndlessSampler(
-            len(dataset),
-            seed=options.seed or 0,
-            shuffle=options.use_shuffle is not False,
-            ratio=int(options.dataset_enlarge_ratio or 1),
-            rank=rank,
-            world=world,
-            start=start,
-        )
-    else:
-        sampler = ShardSampler(len(dataset), rank=rank, world=world)
-    workers = int(options.num_worker_per_gpu or 0)
-    several = {
-        "prefetch_factor": max(2, int(options.num_prefetch_queue or 0)),
-        "persistent_workers": endless or bool(options.persistent_workers),
-        "worker_init_fn": _start_worker,
-        "multiprocessing_context": multiprocessing_context,
-    }
+    settings: dict[str, Any] = {"num_workers": int(options.num_worker_per_gpu or 0)}
+    if settings["num_workers"]:
+        settings |= {
+            "prefetch_factor": int(options.num_prefetch_queue or 2),
+            "persistent_workers": endless or bool(options.persistent_workers),
+            "worker_init_fn": start_worker,
+            "multiprocessing_context": multiprocessing_context,
+        }
     loader = DataLoader(
-        dataset,
+        dataset if not settings["num_workers"] or is_forked(multiprocessing_context) else Sent(dataset),
         batch_size=options.batch_size_per_gpu if endless else 1,
-        sampler=sampler,
-        num_workers=workers,
+        sampler=_sampler(options, len(dataset), rank, world, start),
         pin_memory=bool(options.pin_memory) and torch.cuda.is_available(),
         # its own generator, so that starting the workers draws nothing from the global one
         generator=torch.Generator().manual_seed(options.seed or 0),
-        **(several if workers else {}),
+        **settings,
     )
-    return Loader(loader, world=world, start=start if endless else 0, endless=endless)
+    return Loader(loader, dataset, world=world, start=start if endless else 0, endless=endless)
 
 
-def _start_worker(worker: int) -> None:
-    use_one_thread()
-    torch.set_num_threads(1)
-    # signals to the whole group are the main process's to handle: it wants batches until it has saved
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
+def _sampler(options: Any, size: int, rank: int, world: int, start: int) -> Sampler:
+    if options.phase != "train":
+        return ShardSampler(size, rank=rank, world=world)
+    return EndlessSampler(
+        size,
+        seed=options.seed or 0,
+        shuffle=options.use_shuffle is not False,
+        ratio=int(options.dataset_enlarge_ratio or 1),
+        rank=rank,
+        world=world,
+        start=start,
+    )
 
 
 def _is_lost_worker(error: RuntimeError) -> bool:

@@ -1,14 +1,15 @@
 """Pairs of low-quality and ground-truth pictures from two folders."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from data.augment import flip_and_rotate
-from data.dataset import Crop, ImageDataset, split_key
+from data.backends import IoBackend
+from data.dataset import Crop, ImageDataset, Phase, Small, split_key
+from data.io import Alpha, Color
 from data.pairs import list_names, pair_by_stem, stem
-from data.verify import verify_pictures
+from data.verify import Verify, verify_pictures
 from options.errors import DataError
 from options.registry import DATASETS
 
@@ -42,22 +43,22 @@ class PairedImageDataset(ImageDataset):
         dataroot_gt: str,
         dataroot_lq: str,
         scale: int = 1,
-        phase: str = "train",
+        phase: Phase = "train",
         seed: int = 0,
         name: str = "",
-        io_backend: Mapping[str, Any] | None = None,
+        io_backend: IoBackend | None = None,
         meta_info_file: str | None = None,
         filename_tmpl: str = "{}",
         gt_size: int | None = None,
         use_hflip: bool = False,
         use_rot: bool = False,
-        color: str = "rgb",
-        alpha: str = "error",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        verify: str = "headers",
+        color: Color = "rgb",
+        alpha: Alpha = "error",
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        verify: Verify = "headers",
         min_texture: float = 0.0,
-        small: str = "error",
+        small: Small = "error",
     ) -> None:
         super().__init__(
             phase=phase,

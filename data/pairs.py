@@ -61,7 +61,7 @@ def list_names(source: Source, meta_info_file: str | None, problems: Problems) -
         source: where the pictures are.
         meta_info_file: text file with one name per line, as it is or followed by `` (h,w,c) level``; blank lines are
             skipped. None lists everything.
-        problems: gets each listed picture that does not exist, with file and line.
+        problems: gets each listed picture that does not exist, with file and line, and names that are not UTF-8.
 
     Raises:
         DataError: no pictures at all, or an unreadable listing.
@@ -70,7 +70,7 @@ def list_names(source: Source, meta_info_file: str | None, problems: Problems) -
     if not found:
         raise DataError(f"{problems.where}: no images found in {source.root}")
     if meta_info_file is None:
-        return found
+        return _readable_names(found, source, problems)
     known = set(found)
     by_stem = {stem(name): name for name in found}
     names: dict[str, int] = {}
@@ -140,6 +140,20 @@ def _report_alone(names: list[str], side: str, other: str, filename_tmpl: str, p
         return
     first = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     problems.add(f"{len(names)} {side} without {other} (filename_tmpl: {filename_tmpl!r}): {first}")
+
+
+def _readable_names(names: list[str], source: Source, problems: Problems) -> list[str]:
+    """The names that are text; a name of other bytes would end a run when it comes to write a table or a log."""
+    readable = []
+    for name in names:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            shown = source.path(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+            problems.add(f"the name of {shown} is not UTF-8; rename the file")
+        else:
+            readable.append(name)
+    return readable
 
 
 def _read_lines(meta_info_file: str, problems: Problems) -> list[str]:

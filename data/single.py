@@ -1,11 +1,12 @@
 """Low-quality pictures without ground truth."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.dataset import ImageDataset, split_key
+from data.backends import IoBackend
+from data.dataset import ImageDataset, Phase, split_key
+from data.io import Alpha, Color
 from data.pairs import list_names, unique_stems
-from data.verify import verify_pictures
+from data.verify import Verify, verify_pictures
 from options.errors import OptionsError
 from options.registry import DATASETS
 
@@ -29,16 +30,16 @@ class SingleImageDataset(ImageDataset):
         *,
         dataroot_lq: str,
         scale: int = 1,
-        phase: str = "test",
+        phase: Phase = "test",
         seed: int = 0,
         name: str = "",
-        io_backend: Mapping[str, Any] | None = None,
+        io_backend: IoBackend | None = None,
         meta_info_file: str | None = None,
-        color: str = "rgb",
-        alpha: str = "error",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        verify: str = "headers",
+        color: Color = "rgb",
+        alpha: Alpha = "error",
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        verify: Verify = "headers",
     ) -> None:
         super().__init__(
             phase=phase,

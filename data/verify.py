@@ -11,6 +11,7 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal, get_args
 
 from data.backends import ImageReader
 from data.headers import Header
@@ -18,7 +19,8 @@ from data.io import decode, has_used_alpha, transparency_error, write_whole
 from data.pairs import Problems
 from options.errors import DataError
 
-MODES = ("headers", "full", "off")
+Verify = Literal["headers", "full", "off"]
+MODES = get_args(Verify)
 _THREADS = 8
 
 logger = logging.getLogger("pellucid")

@@ -63,8 +63,7 @@ def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -
     try:
         converted = model(**{name: values[name] for name in fields})
     except ValidationError as error:
-        found = _one_per_argument(error.errors())
-        return [((*path, *_place(one["loc"], values)), describe(one)) for one in found]
+        return [((*path, *place), describe(found)) for place, found in _by_place(error.errors(), values).items()]
     # the constructor gets the value as it stands in the file, where the word "off" would be true
     words = [name for name in fields if isinstance(values[name], str) and isinstance(getattr(converted, name), bool)]
     return [((*path, name), f"must be true or false, got {values[name]!r}") for name in words]
@@ -72,6 +71,8 @@ def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -
 
 def describe(found: Mapping[str, Any]) -> str:
     """One sentence for a pydantic error, the offending value in it."""
+    if found["type"] == "extra_forbidden":
+        return "unknown option"
     message = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if found["type"] == "missing":
         return "is missing"
@@ -81,20 +82,23 @@ def describe(found: Mapping[str, Any]) -> str:
     return f"{message}, got {value if len(value) <= 60 else value[:57] + '...'}"
 
 
-def _one_per_argument(errors: list) -> list:
-    """A union reports each of its members; the first says enough."""
-    first: dict[Any, Any] = {}
+def _by_place(errors: list[Any], values: Mapping[str, Any]) -> dict[tuple, Any]:
+    """One error for each place; of those that the members of a union report, the ones deepest in the value."""
+    first: dict[tuple, Any] = {}
     for found in errors:
-        first.setdefault(found["loc"][0], found)
-    return list(first.values())
+        first.setdefault(_place(found["loc"], values), found)
+    return {at: found for at, found in first.items() if not any(at == deeper[: len(at)] != deeper for deeper in first)}
 
 
 def _place(loc: tuple, values: Mapping[str, Any]) -> tuple:
     """The part of pydantic's location that is a place in the file (union members add names of types)."""
     place, inside = [loc[0]], values.get(loc[0])
     for step in loc[1:]:
-        if not (isinstance(inside, (list, tuple)) and isinstance(step, int)):
-            break
+        if isinstance(inside, (list, tuple)) and isinstance(step, int):
+            inside = inside[step] if step < len(inside) else None
+        elif isinstance(inside, Mapping) and step in inside:
+            inside = inside[step]
+        else:
+            continue
         place.append(step)
-        inside = inside[step] if step < len(inside) else None
     return tuple(place)

@@ -223,9 +223,27 @@ def test_a_dataset_written_for_basicsr_becomes_deterministic(loader_options):
     ("kind", "arguments", "message"),
     [
         ("PairedImageDatset", {}, "a set .train.: unknown dataset PairedImageDatset; did you mean PairedImageDataset"),
-        ("SingleImageDataset", {"dataroot_lr": "x"}, "dataroot_lr: unknown argument of SingleImageDataset; did you mean dataroot_lq"),
+        (
+            "SingleImageDataset",
+            {"dataroot_lr": "x"},
+            "dataroot_lr: unknown argument of SingleImageDataset; did you mean dataroot_lq",
+        ),
     ],
 )
 def test_wrong_options_are_explained(loader_options, kind, arguments, message):
     with pytest.raises(OptionsError, match=message):
         build_loader(loader_options(kind, arguments))
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_workers_prepare_as_many_batches_ahead_as_they_are_told(train, ahead):
+    loader = build_loader(train(num_worker_per_gpu=1, num_prefetch_queue=ahead))
+    assert loader._loader.prefetch_factor == ahead
+    assert len(batches(loader, 2)) == 2
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_pictures_are_read_ahead_only_for_workers_that_share_them(train, monkeypatch, way):
+    loader = build_loader(train(memory=True, num_worker_per_gpu=1), multiprocessing_context=way)
+    batches(loader, 1)
+    assert bool(loader.dataset.gt._kept) == (way == "fork")

@@ -121,14 +121,6 @@ def test_the_channels_are_those_asked_for(tmp_path, noise, color, channels, stor
     np.testing.assert_allclose(item["gt"][0], expected, atol=1e-6)
 
 
-def test_mean_and_std_apply_to_both_sides(pair_folders):
-    plain = paired(pair_folders)[0, 1]
-    item = paired(pair_folders, mean=[0.1, 0.2, 0.3], std=[0.5, 1, 2])[0, 1]
-    mean, std = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1)
-    for side in ("lq", "gt"):
-        torch.testing.assert_close(item[side], (plain[side] - mean) / std)
-
-
 def test_a_single_dataset_has_no_gt(pair_folders):
     item = SingleImageDataset(dataroot_lq=pair_folders.lq)[0]
     assert sorted(item) == ["lq", "lq_path", "name"]
@@ -185,8 +177,6 @@ def test_textured_crops_are_preferred(pair_folders, make):
         ({"verify": "ful"}, "did you mean full"),
         ({"small": "padding"}, "small: padding is not known"),
         ({"min_texture": -1}, "min_texture: -1 is below 0"),
-        ({"mean": [0.5, 0.5]}, "mean: 2 numbers for 3 channels"),
-        ({"std": [1, 0, 1]}, "holds a zero"),
     ],
 )
 @pytest.mark.parametrize("make", [paired, downsampled])
