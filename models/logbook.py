@@ -70,6 +70,7 @@ class Logbook:
         name: the run's name; its first five characters open each line, as in BasicSR.
         total: iterations of the whole run.
         start: iterations done before; later entries of an earlier try are removed from ``metrics.jsonl``.
+        validated: iteration of the last complete validation; those of later ones are removed too.
         tensorboard: folder for tensorboard files, or None.
         wandb: project of Weights & Biases that mirrors tensorboard, or None.
     """
@@ -81,12 +82,13 @@ class Logbook:
         *,
         total: int,
         start: int = 0,
+        validated: int = 0,
         tensorboard: Path | None = None,
         wandb: WandbOptions | None = None,
     ) -> None:
         self.name, self.total, self.start = name, total, start
         self.file = folder / "metrics.jsonl"
-        self._forget_after(start)
+        self._forget_after({"train": start, "val": validated})
         self._writer = None
         if wandb is not None and wandb.project:
             _mirror_to_wandb(name, wandb, tensorboard)
@@ -97,7 +99,7 @@ class Logbook:
         self._began = time.monotonic()
         self.progress: Progress | None = None
         if console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
             self.progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
             self._task = self.progress.add_task("", total=total, completed=start)
             self.progress.start()
@@ -117,7 +119,8 @@ class Logbook:
         eta = datetime.timedelta(seconds=max(int(left), 0))
         line = f"[{self.name[:5]}..][epoch:{epoch:3d}, iter:{iteration:8,d}, lr:({rates})] "
         line += f"[eta: {eta}, time (data): {times[0]:.3f} ({times[1]:.3f})] "
-        logger.info(line + " ".join(f"{label}: {value:.4e}" for label, value in logs.items()), extra={"in_bar": True})
+        # the space at the end is BasicSR's too
+        logger.info(line + "".join(f"{label}: {value:.4e} " for label, value in logs.items()), extra={"in_bar": True})
         if self.progress is not None:
             text = " ".join(f"{label} {value:.4f}" for label, value in logs.items() if label.startswith("l_"))
             self.progress.update(self._task, description=f"{text} lr {lrs[0]:.2e}")
@@ -172,11 +175,11 @@ class Logbook:
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _forget_after(self, iteration: int) -> None:
+    def _forget_after(self, last: Mapping[str, int]) -> None:
         if not self.file.exists():
             return
         lines = self.file.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _iteration(line) <= iteration]
+        kept = [line for line in lines if _is_kept(line, last)]
         fresh = self.file.with_suffix(".tmp")
         fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(fresh, self.file)
@@ -194,8 +197,9 @@ def _mirror_to_wandb(name: str, options: WandbOptions, tensorboard: Path | None)
     wandb.init(project=options.project, id=options.resume_id, resume="allow", name=name, sync_tensorboard=True)
 
 
-def _iteration(line: str) -> float:
+def _is_kept(line: str, last: Mapping[str, int]) -> bool:
     try:
-        return json.loads(line)["iter"]
+        row = json.loads(line)
+        return row["iter"] <= last[row["kind"]]
     except (ValueError, KeyError):
-        return float("inf")  # a line that a kill cut off
+        return False  # a line that a kill cut off

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from models import checkpoint, logbook, progress, report
@@ -18,7 +19,6 @@ from models.logbook import Logbook
 from models.metrics import METRICS
 from models.progress import Progress
 from models.report import SetScores
-from models.restoration import NotFinite
 from models.runtime import Interrupted, StopSignal, folder_of
 from options.errors import UserError
 from options.schema import MetricOptions, Options
@@ -58,13 +58,17 @@ def evaluate(
 
     Returns:
         the scores of each set, in order. A set without ground truth is restored but not scored.
+
+    Raises:
+        UserError: the network does not take a picture or returns NaN, or a metric cannot be computed for it.
+        Interrupted: a signal came.
     """
     results = []
     for name, loader in loaders.items():
         scores = SetScores(name, report.protocols(options.val.metrics), options.val.baseline)
         for batch in loader:
             picture = batch["name"][0]
-            result = to_uint8(model.predict(batch["lq"]))
+            result = _restored(f"{name}/{picture}", model, batch["lq"])
             if picture_path is not None:
                 tools.write(picture_path(name, picture), result)
             if on_picture is not None:
@@ -102,14 +106,16 @@ def fit(
         the scores of the last validation; empty without validation sets.
 
     Raises:
-        Interrupted: a signal came; a resumable state was saved.
-        NotFinite: a loss or gradient was not finite; the state before that step was saved.
+        Interrupted: a signal came.
+        UserError: a picture cannot be read, a loss is not finite, a worker died ..
+        MemoryError, torch.OutOfMemoryError: as they say. A resumable state is saved in each of these cases.
     """
     run = _Fit(model, train_loader, val_loaders, options, tools, folder, progress or Progress())
     with StopSignal() as stop:
         try:
             run.loop(stop)
-        except (Interrupted, NotFinite):
+        except (Interrupted, UserError, MemoryError, torch.OutOfMemoryError):
+            # none of these came after the weights of a step were touched
             run.save()
             raise
         finally:
@@ -138,6 +144,7 @@ class _Fit:
             options.name,
             total=options.train.total_iter,
             start=model.iteration,
+            validated=self.progress.validated,
             tensorboard=folder_of(options, "tb_logger") if options.logger.use_tb_logger else None,
             wandb=options.logger.wandb,
         )
@@ -148,11 +155,12 @@ class _Fit:
             logger.warning(f"iteration {step} is the last one: there is nothing left to train")
         if self._validation_due() and 0 < step != self.progress.validated:
             self.validate(stop)  # which the interrupted run did not complete
+            self.save()
         with contextlib.closing(iter(self.train_loader)) as stream:
             self._steps(stream, stop)
-        self.save()
         checkpoint.save_pth(self.folder / "models" / "net_g_latest.pth", self.model.weights())
-        report.learning_curve(self.book.file, self.folder / "curve.png")
+        if self.book.file.exists():
+            report.learning_curve(self.book.file, self.folder / "curve.png")
 
     def _steps(self, stream: Iterator[Mapping[str, Any]], stop: StopSignal) -> None:
         model, train, every = self.model, self.options.train, self.options.logger
@@ -169,7 +177,8 @@ class _Fit:
             if step % every.print_freq == 0 or step == train.total_iter:
                 logs, times = pace.take()
                 self.book.train(step, self._epoch(), lrs=model.learning_rates(), logs=logs, times=times)
-            save_due = step % every.save_checkpoint_freq == 0 and step != train.total_iter
+            save_due = step % every.save_checkpoint_freq == 0 or step == train.total_iter
+            # before the validation, so that a kill during it costs the validation only
             if save_due:
                 self.save()
             if self._validation_due():
@@ -280,6 +289,14 @@ def show(results: list[SetScores]) -> None:
 def better_of(metric: MetricOptions) -> str:
     """ "higher" or "lower": what the options say, or else what the metric says of itself."""
     return metric.better or getattr(METRICS.get(metric.type), "better", "higher")
+
+
+def _restored(place: str, model: Base, lq: Tensor) -> np.ndarray:
+    """The network's result, uint8 (h, w, c)."""
+    try:
+        return to_uint8(model.predict(lq))
+    except ValueError as error:
+        raise UserError(f"{place} cannot be restored: {error}") from error
 
 
 def _score(

@@ -48,7 +48,7 @@ def build_optimizer(parameters: Iterable[Tensor | dict[str, Any]], spec: Mapping
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()}
     try:
         return OPTIMIZERS.build(arguments, params=trained)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise OptionsError(f"the optimizer cannot be built from {dict(spec)}: {error}") from error
 
 

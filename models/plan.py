@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from kernels import dispatch
 from models.base import Base
@@ -109,7 +110,8 @@ def table(rows: Iterable[tuple[str, str]]) -> Table:
     """The plan as a table for the terminal."""
     grid = Table(title="Plan", show_header=False)
     for subject, value in rows:
-        grid.add_row(subject, value)
+        # plain: a list in brackets is no style
+        grid.add_row(subject, Text(value))
     return grid
 
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
+from rich.text import Text
 
 from options.schema import MetricOptions
 
@@ -65,17 +66,19 @@ def table(results: Sequence[SetScores]) -> Table:
     labels = list(dict.fromkeys(label for scores in results for label in scores.protocol))
     baseline = next((scores.baseline for scores in results if scores.baseline), None)
     protocols = {f"{label}: {scores.protocol[label]}" for scores in results for label in scores.protocol}
-    grid = Table(title="Scores", caption="; ".join(sorted(protocols)))
+    # names are the user's: as plain strings, what they have in brackets would be taken for a style
+    grid = Table(title="Scores", caption=Text("; ".join(sorted(protocols)), style="table.caption"))
     for name in ("set", "picture"):
         grid.add_column(name, overflow="fold")
     for label in labels:
-        for name in (label, baseline, "gain") if baseline else (label,):
+        for name in (Text(label), baseline, "gain") if baseline else (Text(label),):
             grid.add_column(name, justify="right", no_wrap=True)
     for scores in results:
         for picture, own, reference in scores.rows:
-            grid.add_row(scores.name, picture, *_cells(labels, own, reference, baseline is not None))
+            cells = _cells(labels, own, reference, baseline is not None)
+            grid.add_row(Text(scores.name), Text(picture), *cells)
         cells = _cells(labels, scores.means(), scores.baseline_means(), baseline is not None)
-        grid.add_row(scores.name, f"mean of {len(scores.rows)}", *cells, style="bold", end_section=True)
+        grid.add_row(Text(scores.name), f"mean of {len(scores.rows)}", *cells, style="bold", end_section=True)
     return grid
 
 
@@ -122,7 +125,8 @@ def _draw_losses(axis: Axes, steps: Sequence[Mapping[str, float]]) -> None:
         own = [row for row in steps if label in row]
         axis.plot([row["iter"] for row in own], [row[label] for row in own], label=label)
     axis.set(ylabel="loss", yscale="log")
-    axis.legend(loc="upper right")
+    if axis.lines:
+        axis.legend(loc="upper right")
     rate = axis.twinx()
     rate.plot([row["iter"] for row in steps], [row["lr"] for row in steps], color="0.6", lw=1, ls="--")
     rate.set_ylabel("learning rate (dashed)", color="0.4")

@@ -54,8 +54,7 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
     try:
         main(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        logger.error(error, extra={"file_only": True})
+        _tell(str(error))
         return error.exit_code
     except Interrupted as stop:
         return stop.code
@@ -64,9 +63,17 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
         return 130
     except torch.OutOfMemoryError as error:
         ways = "lower datasets.train.batch_size_per_gpu or gt_size, or set train.use_checkpointing or train.use_amp"
-        print(f"error: the device is out of memory; {ways}, or val.tile in validation ({error})", file=sys.stderr)
+        _tell(f"the device is out of memory; {ways}, or val.tile in validation ({error})")
+        return 1
+    except MemoryError as error:
+        _tell(f"the machine is out of memory ({error}); lower batch_size_per_gpu, gt_size or num_worker_per_gpu")
         return 1
     return 0
+
+
+def _tell(error: str) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    logger.error(error, extra={"file_only": True})
 
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
@@ -118,16 +125,23 @@ def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> 
     """Make the run's folder and put a copy of the option file into it.
 
     An earlier run of the same name is kept: its folder is renamed, and the log says to what.
+
+    Raises:
+        UserError: the folder cannot be made or written to.
     """
     folder = folder_of(options, kind)
-    if not keep:
-        for earlier in [folder, folder_of(options, "tb_logger")] if kind == "experiments" else [folder]:
-            _archive(earlier)
-    folder.mkdir(parents=True, exist_ok=True)
-    if options.file is not None:
-        copy = folder / options.file.name
-        header = f"# copied {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n# command: {command}\n\n"
-        copy.write_text(header + options.file.read_text(encoding="utf-8"), encoding="utf-8")
+    try:
+        # first, since the file may be the copy in the folder that is renamed
+        text = options.file.read_text(encoding="utf-8") if options.file is not None else None
+        if not keep:
+            for earlier in [folder, folder_of(options, "tb_logger")] if kind == "experiments" else [folder]:
+                _archive(earlier)
+        folder.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            header = f"# copied {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n# command: {command}\n\n"
+            (folder / options.file.name).write_text(header + text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the run's folder {folder} cannot be prepared: {error}") from error
     return folder
 
 

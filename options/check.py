@@ -14,6 +14,8 @@ from pydantic.errors import PydanticUserError
 
 from options.registry import Registry, UnknownName, nearest, takes_options_dict, wrong_arguments
 
+# an infinite or undefined number is never what was meant
+_STRICT = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 Problem = tuple[tuple[str | int, ...], str]
 
 
@@ -57,16 +59,20 @@ def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -
     fields = {name: (hints[name], ...) for name in values if name in hints}
     try:
         # the names of fields are arguments here, so a clash with pydantic's own attributes is harmless
-        model = create_model("Arguments", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
+        model = create_model("Arguments", __config__=_STRICT, **fields)
     except (PydanticUserError, NameError):
         return []
     try:
         converted = model(**{name: values[name] for name in fields})
     except ValidationError as error:
         return [((*path, *place), describe(found)) for place, found in _by_place(error.errors(), values).items()]
-    # the constructor gets the value as it stands in the file, where the word "off" would be true
-    words = [name for name in fields if isinstance(values[name], str) and isinstance(getattr(converted, name), bool)]
-    return [((*path, name), f"must be true or false, got {values[name]!r}") for name in words]
+    # the constructor gets the value as it stands in the file: a text that pydantic would take for a number is none
+    texts = [name for name in fields if isinstance(values[name], str) and not isinstance(getattr(converted, name), str)]
+    return [((*path, name), f"must be {_kind(converted, name)}, got {values[name]!r}") for name in texts]
+
+
+def _kind(converted: Any, name: str) -> str:
+    return "true or false" if isinstance(getattr(converted, name), bool) else "a number"
 
 
 def describe(found: Mapping[str, Any]) -> str:

@@ -21,13 +21,13 @@ def _inert(why: str, default: Any = None) -> Any:
 class Strict(BaseModel):
     """Frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Component(BaseModel):
     """``type`` and the keyword arguments of the class or function of that name."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     type: str = Field(description="name in the registry")
 
     def spec(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class DatasetOptions(Component):
     name: str = Field("", description="label in logs, tables and folders; default: the key of the section")
     batch_size_per_gpu: Count = Field(16, description="samples per optimizer step, device and accumulation step")
     num_worker_per_gpu: int = Field(2, ge=0, description="loader processes; 0 loads in the training process")
-    dataset_enlarge_ratio: Count = Field(1, description="how often one epoch repeats the pictures")
+    dataset_enlarge_ratio: int = Field(1, ge=1, le=10**6, description="how often one epoch repeats the pictures")
     prefetch_mode: Literal["cpu", "cuda"] | None = _inert("the workers prepare batches ahead")
     num_prefetch_queue: Count = Field(2, description="batches that each worker prepares ahead")
     pin_memory: bool = Field(False, description="page-locked batches for faster copies to a GPU")
@@ -201,7 +201,7 @@ class Options(Strict):
     num_gpu: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="0: CPU; auto: one GPU where there is one"
     )
-    manual_seed: int = Field(0, ge=0, description="seed of weights, order and augmentation")
+    manual_seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, order and augmentation")
     deterministic: bool = Field(False, description="only deterministic operators, at some cost in speed")
     import_paths: list[Path] = Field(default_factory=list, description="files or folders with your own components")
     find_unused_parameters: bool = Field(False, description="for distributed training of networks with idle parameters")
@@ -252,8 +252,13 @@ class Options(Strict):
 
 def folder_name(name: str) -> str:
     """Return ``name`` if it can be the name of a folder on any system; raise ValueError otherwise."""
-    if not name or name in (".", "..") or any(mark in name for mark in '/\\:*?"<>|\0') or name != name.strip():
-        raise ValueError(f"{name!r} cannot be the name of a folder; use letters, digits, - and _")
+    if (
+        not 0 < len(name.encode()) <= 150
+        or name in (".", "..")
+        or any(mark in name for mark in '/\\:*?"<>|\0')
+        or name != name.strip()
+    ):
+        raise ValueError(f"{name!r} cannot be the name of a folder; use at most 150 letters, digits, - and _")
     return name
 
 

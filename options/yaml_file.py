@@ -54,8 +54,9 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
         raise OptionsError(f"there is no option file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise OptionsError(f"the option file {path} cannot be read: {error}") from None
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         lines: Lines = {}
         problems: list[str] = []
@@ -66,7 +67,8 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionsError(f"{path} is not valid YAML: {error}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if not isinstance(options, dict):
         raise OptionsError(f"{path} must hold sections such as network_g: and train:, found {type(options).__name__}")
     return options, lines
@@ -74,13 +76,10 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
 
 def value_of(text: str, place: str) -> Any:
     """The value of an override, typed as YAML types it: ``1e-4``, ``true``, ``[1, 2]``, ``~``, ``text``."""
-    loader = _Loader(text)
     try:
-        return loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionsError(f"{place}: {text!r} is not a YAML value: {str(error).splitlines()[0]}") from None
-    finally:
-        loader.dispose()
 
 
 def _walk(node: yaml.Node | None, path: tuple[str | int, ...], lines: Lines, problems: list[str], file: str) -> None:

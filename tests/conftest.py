@@ -3,9 +3,15 @@
 import copy
 import logging
 import os
+import runpy
+from pathlib import Path
 
+import cv2
 import pytest
 import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # one thread: results do not depend on the machine, and two tests beside each other do not wait for one another
 torch.set_num_threads(1)
@@ -97,3 +103,64 @@ RIGHT = {
 def right():
     """Options of a small run, to change or to spoil."""
     return copy.deepcopy(RIGHT)
+
+
+@pytest.fixture
+def small(right, tmp_path):
+    """The small run on one corner of a photograph; results go to a folder of their own."""
+    for name, source in (("train", "train/picos.jpg"), ("val", "val/coffee.png")):
+        (tmp_path / name).mkdir()
+        picture = cv2.imread(str(ROOT / "datasets/quickstart" / source))[80:176, 60:200]
+        cv2.imwrite(str(tmp_path / name / "corner.png"), picture)
+        right["datasets"][name]["dataroot_gt"] = str(tmp_path / name)
+    right["path"]["root"] = str(tmp_path / "out")
+    right["logger"]["use_tb_logger"] = False
+    return right
+
+
+class Tiny(torch.nn.Module):
+    """The quickest network for x2: one convolution and a shuffle."""
+
+    scale, in_channels = 2, 3
+
+    def __init__(self, *, enlarge: int = 2) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 3 * enlarge**2, 3, padding=1)
+        self.shuffle = torch.nn.PixelShuffle(enlarge)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shuffle(self.conv(x))
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """The registry of networks; what a test adds to it is gone afterwards."""
+    import archs
+
+    monkeypatch.setattr(archs.ARCHS, "_entries", dict(archs.ARCHS._entries))
+    return archs.ARCHS
+
+
+@pytest.fixture
+def tiny(small, own_registry):
+    """The small run with the quickest network."""
+    own_registry.register(Tiny)
+    small["network_g"] = {"type": "Tiny"}
+    return small
+
+
+@pytest.fixture
+def command(tmp_path, capfd):
+    """``command("train.py", options, "a.b=1")``: run in this process; returns exit code and what was printed."""
+    from models import runtime
+
+    def call(script, options, *arguments):
+        file = tmp_path / f"{options.get('name', 'run')}.yml"
+        file.write_text(yaml.safe_dump(options, sort_keys=False))
+        main = runpy.run_path(str(ROOT / script), run_name="command")["main"]
+        capfd.readouterr()
+        code = runtime.run(main, ["-opt", str(file), *arguments])
+        printed = capfd.readouterr()
+        return code, printed.out + printed.err
+
+    return call

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -11,44 +10,20 @@ from pathlib import Path
 
 import cv2
 import pytest
+import torch
 import yaml
-
-from models import runtime
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def small(right, tmp_path):
-    """The small run on one corner of a photograph; results go to a folder of their own."""
-    for name, source in (("train", "train/picos.jpg"), ("val", "val/coffee.png")):
-        (tmp_path / name).mkdir()
-        picture = cv2.imread(str(ROOT / "datasets/quickstart" / source))[80:176, 60:200]
-        cv2.imwrite(str(tmp_path / name / "corner.png"), picture)
-        right["datasets"][name]["dataroot_gt"] = str(tmp_path / name)
-    right["path"]["root"] = str(tmp_path / "out")
-    right["logger"]["use_tb_logger"] = False
-    return right
-
-
-@pytest.fixture
-def command(tmp_path, capfd):
-    """``command("train.py", options, "a.b=1")``: run in this process; returns exit code and what was printed."""
-
-    def call(script, options, *arguments):
-        file = tmp_path / f"{options.get('name', 'run')}.yml"
-        file.write_text(yaml.safe_dump(options, sort_keys=False))
-        main = runpy.run_path(str(ROOT / script), run_name="command")["main"]
-        capfd.readouterr()
-        code = runtime.run(main, ["-opt", str(file), *arguments])
-        printed = capfd.readouterr()
-        return code, printed.out + printed.err
-
-    return call
-
-
 def files(folder):
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def rows(folder, kind):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if row["kind"] == kind]
 
 
 def test_train_then_test(small, command, tmp_path):
@@ -78,9 +53,17 @@ def test_train_then_test(small, command, tmp_path):
 
 def test_the_best_weights_can_be_tested_too(small, command, tmp_path):
     assert command("train.py", small)[0] == 0
-    small["path"]["pretrain_network_g"] = str(tmp_path / "out/experiments/small/models/net_g_best.safetensors")
+    # worse from here on, so that the best weights are not the latest
+    code, printed = command("train.py", small, "--auto_resume", "train.total_iter=6", "train.optim_g.lr=0.5")
+    assert code == 0, printed
+    folder = tmp_path / "out/experiments/small"
+    scores = [row["scores"]["psnr"] for row in rows(folder, "val")]
+    assert scores.index(max(scores)) < len(scores) - 1
+    small["path"]["pretrain_network_g"] = str(folder / "models/net_g_best.safetensors")
     code, printed = command("test.py", small)
     assert code == 0, printed
+    tested = (tmp_path / "out/results/small/metrics.csv").read_text().splitlines()[1].split(",")
+    assert float(tested[-3]) == pytest.approx(max(scores), abs=1e-9)
 
 
 def test_a_dry_run_tells_the_plan_and_creates_nothing(small, command, tmp_path):
@@ -163,21 +146,45 @@ def test_a_wrong_pair_ends_with_code_3_naming_it(small, command, tmp_path, kind)
     assert "Traceback" not in printed
 
 
-def test_a_run_continues_where_it_was_stopped(small, command, tmp_path):
-    small["train"]["total_iter"] = 6
+DROPPING = """
+import torch
+from archs import ARCHS
+
+
+@ARCHS.register()
+class Dropping(torch.nn.Module):
+    def __init__(self, *, p: float = 0.2) -> None:
+        super().__init__()
+        self.scale = 2
+        self.conv, self.drop = torch.nn.Conv2d(3, 12, 3, padding=1), torch.nn.Dropout(p)
+        self.shuffle = torch.nn.PixelShuffle(2)
+
+    def forward(self, x):
+        return self.shuffle(self.drop(self.conv(x)))
+"""
+
+
+def test_a_run_continues_where_it_was_stopped_to_the_last_bit(small, own_registry, command, tmp_path):
+    (tmp_path / "own.py").write_text(DROPPING)
+    small |= {"import_paths": [str(tmp_path / "own.py")], "network_g": {"type": "Dropping"}}
+    small["train"] |= {"total_iter": 6, "accum_iter": 2}
+    small["datasets"]["train"]["num_worker_per_gpu"] = 2
     assert command("train.py", {**small, "name": "whole"})[0] == 0
     assert command("train.py", {**small, "name": "halves"}, "train.total_iter=4")[0] == 0
     code, printed = command("train.py", {**small, "name": "halves"}, "--auto_resume")
     assert code == 0, printed
     assert "continuing from" in printed
-    folder = tmp_path / "out/experiments"
-    assert (folder / "halves/models/net_g_6.pth").exists()
-
-    def losses(name):
-        lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
-        return [(row["iter"], row["lr"], row["l_pix"]) for row in lines if row["kind"] == "train"]
-
-    assert losses("halves") == losses("whole")
+    whole, halves = (tmp_path / "out/experiments" / name for name in ("whole", "halves"))
+    for kind, timed in (("train", {"time", "data"}), ("val", set())):
+        told = [[{k: v for k, v in row.items() if k not in timed} for row in rows(f, kind)] for f in (whole, halves)]
+        assert told[0] == told[1]
+    a, b = (torch.load(folder / "models/net_g_6.pth", weights_only=True) for folder in (whole, halves))
+    assert set(a) == {"params", "params_ema"}
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    a, b = (load_file(folder / "models/net_g_best.safetensors") for folder in (whole, halves))
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    a, b = ((folder / "training_states/6.state").read_bytes() for folder in (whole, halves))
+    assert a == b
 
 
 def test_an_earlier_run_of_the_same_name_is_kept(small, command, tmp_path):

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 import data
 from models import checkpoint, loop
+from models.metrics import METRICS
 from models.restoration import NotFinite
 from models.runtime import Interrupted
 
@@ -29,6 +30,7 @@ def run(make_options, make_model, tools, tmp_path):
         folder.mkdir(exist_ok=True)
         return model, folder, loop.fit(model, train_loader, val, options, tools, folder=folder)
 
+    fit.folder = tmp_path / "experiment"
     return fit
 
 
@@ -93,6 +95,76 @@ def test_the_best_weights_carry_what_they_are(run):
     assert keys == set(model.network.state_dict())
     best = max(rows(folder, "val"), key=lambda row: row["scores"]["psnr"])
     assert facts["iteration"] == str(best["iter"])
+
+
+@pytest.fixture
+def mean_error(monkeypatch):
+    """A metric of one's own, of which less is better."""
+
+    def mean_error(img, img2):
+        return float(np.abs(img.astype(float) - img2).mean())
+
+    mean_error.better = "lower"
+    monkeypatch.setattr(METRICS, "_entries", {**METRICS._entries, "mean_error": mean_error})
+
+
+@pytest.mark.usefixtures("one_small_picture", "mean_error")
+@pytest.mark.parametrize(
+    ("metric", "pick"),
+    [
+        ("{type: calculate_psnr}", max),
+        ("{type: calculate_psnr, better: lower}", min),
+        ("{type: mean_error}", min),
+        ("{type: mean_error, better: higher}", max),
+    ],
+)
+def test_the_best_is_by_the_metric_or_as_the_options_say(run, metric, pick):
+    # forth and back, so that the first, a middle and the last validation differ
+    schedule = "train.scheduler={type: MultiStepLR, milestones: [2, 4], gamma: 0.3}"
+    _, folder, _ = run(f"val.metrics={{m: {metric}}}", schedule, "train.total_iter=6", "val.val_freq=1")
+    with safe_open(folder / "models/net_g_best.safetensors", "pt") as file:
+        kept = file.metadata()
+    best = pick(rows(folder, "val"), key=lambda row: row["scores"]["m"])
+    assert (kept["iteration"], json.loads(kept["scores"])) == (str(best["iter"]), best["scores"])
+
+
+def test_the_first_set_decides_which_weights_are_the_best(run, one_small_picture, tmp_path, monkeypatch):
+    (tmp_path / "more").mkdir()
+    picture = cv2.imread(str(one_small_picture / "corner.png"))
+    cv2.imwrite(str(tmp_path / "more/narrow.png"), picture[:, :40])
+    # the first set is best at the start, the second at the end
+    scripts = {80: iter([3.0, 2.0, 1.0]), 40: iter([1.0, 2.0, 3.0])}
+    monkeypatch.setattr(METRICS, "_entries", {"scripted": lambda img, img2: next(scripts[img.shape[1]])})
+    second = f"datasets.val_2={{type: DownsampleImageDataset, dataroot_gt: {tmp_path / 'more'}}}"
+    _, folder, _ = run("val.metrics={m: {type: scripted}}", second, "train.total_iter=3", "val.val_freq=1")
+    with safe_open(folder / "models/net_g_best.safetensors", "pt") as file:
+        assert file.metadata()["iteration"] == "1"
+
+
+@pytest.mark.usefixtures("one_small_picture")
+def test_the_first_metric_decides_which_weights_are_the_best(run):
+    metrics = "val.metrics={a: {type: calculate_psnr, better: lower}, b: {type: calculate_psnr}}"
+    _, folder, _ = run(metrics, "train.total_iter=3", "val.val_freq=1")
+    with safe_open(folder / "models/net_g_best.safetensors", "pt") as file:
+        iteration = int(file.metadata()["iteration"])
+    assert iteration == min(rows(folder, "val"), key=lambda row: row["scores"]["a"])["iter"]
+
+
+@pytest.mark.usefixtures("one_small_picture")
+def test_a_state_is_saved_before_each_validation_and_again_with_its_scores(run, monkeypatch):
+    seen = []
+    evaluate = loop.evaluate
+
+    def watched(model, *arguments, **settings):
+        state = checkpoint.load_state(folder / f"training_states/{model.iteration}.state")
+        seen.append((model.iteration, state["validated"]))
+        return evaluate(model, *arguments, **settings)
+
+    monkeypatch.setattr(loop, "evaluate", watched)
+    folder = run.folder
+    run()
+    assert seen == [(2, 0), (4, 2)]
+    assert checkpoint.load_state(folder / "training_states/4.state")["validated"] == 4
 
 
 @pytest.mark.usefixtures("one_small_picture")

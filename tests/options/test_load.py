@@ -97,6 +97,24 @@ def test_a_misspelt_type_is_told_with_the_nearest_one(load_file, right, section,
         ),
         ("val.metrics.psnr.type=[1]", r"val\.metrics\.psnr\.type"),
         ("logger.wandb.projekt=x", r"logger\.wandb\.projekt: unknown option; did you mean project\?"),
+        ("num_gpu=-3", r"num_gpu: .*greater than or equal to 0, got -3"),
+        ("num_gpu=all", r"num_gpu: .*'all'"),
+        ("manual_seed=-1", r"manual_seed: .*greater than or equal to 0, got -1"),
+        ("file=x.yml", r"file: unknown option"),
+        ("datasets.val.name=../x", r"datasets\.val\.name: '\.\./x' cannot be the name of a folder"),
+        ("datasets.train.name=..", r"datasets\.train\.name: '\.\.' cannot be the name of a folder"),
+        ("datasets.val.name=''", r"datasets\.val\.name: '' cannot be the name of a folder"),
+        ("datasets.val.phase=train", r"datasets\.val\.phase: is set by the program"),
+        ("datasets.train.use_hflip=off", r"datasets\.train\.use_hflip: must be true or false, got 'off'"),
+        ("train.nan_guard=false", r"train\.nan_guard: .*'stop', 'skip' or 'off', got False"),
+        ("val.overlap=8", r"val: overlap has no meaning without tile"),
+        ("val={tile: 32, overlap: 17}", r"val: overlap 17 is more than half of tile 32"),
+        ("val.tile=8", r"val\.tile: .*greater than or equal to 16, got 8"),
+        ("train.losses={char: {type: L1Loss}}", r"train\.losses: the label char must start with l_"),
+        ("train.losses={l_pix: {type: L1Loss}}", r"train\.losses: the label l_pix must start with l_ and not be l_pix"),
+        ("train.losses={l_x: {type: L1Los}}", r"train\.losses\.l_x\.type: .*did you mean L1Loss"),
+        ("import_paths=mine.py", r"import_paths must be a list of files or folders, got 'mine\.py'"),
+        ("import_paths=[5]", r"import_paths must be a list of files or folders, got \[5\]"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_place(load_file, right, override, text):
@@ -203,18 +221,116 @@ def test_a_test_run_needs_no_training_section(load_file, right):
         load_file(right, training=False)
 
 
-def test_own_components_are_imported_from_a_path(load_file, right, tmp_path):
-    (tmp_path / "my_archs").mkdir()
-    (tmp_path / "my_archs" / "plain.py").write_text(
-        "from torch import nn\nfrom archs import ARCHS\n\n\n@ARCHS.register()\nclass PlainFromAPath(nn.Module):\n"
-        "    def __init__(self, *, width: int = 8) -> None:\n        super().__init__()\n"
-    )
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("num_gpu=2", 2),
+        ("num_gpu=auto", "auto"),
+        ("manual_seed=~", 0),
+        ("train.nan_guard=off", "off"),
+        ("val={tile: 32, overlap: 16}", 16),
+        ("train.losses={l_x: {type: L1Loss}}", {"l_pix", "l_x"}),
+    ],
+)
+def test_a_right_value_is_taken(load_file, right, override, value):
+    options = load_file(right, override)
+    found = {
+        "num_gpu": options.num_gpu,
+        "manual_seed": options.manual_seed,
+        "train.nan_guard": options.train.nan_guard,
+        "val": options.val.overlap,
+        "train.losses": set(options.train.loss_specs()),
+    }
+    assert found[override.split("=")[0]] == value
+
+
+def test_no_seed_is_seed_0_for_the_data_too(load_file, right):
+    assert load_file(right, "manual_seed=~").datasets["train"].seed == 0
+
+
+def test_two_sets_to_judge_on_need_two_names(load_file, right):
+    right["datasets"]["val_2"] = dict(right["datasets"]["val"])
+    with pytest.raises(OptionsError, match="two sets are called held-out"):
+        load_file(right)
+    right["datasets"]["val_2"]["name"] = "more"
+    assert len(load_file(right).phase("val")) == 2
+
+
+def test_a_second_training_set_is_refused(load_file, right):
+    right["datasets"]["train_2"] = {**right["datasets"]["train"], "name": "more"}
+    with pytest.raises(OptionsError, match="only one training set"):
+        load_file(right)
+
+
+# own components
+
+
+OWN = """from torch import nn
+
+from archs import ARCHS
+
+
+@ARCHS.register()
+class PlainFromAPath(nn.Module):
+    def __init__(self, *, width: int = 8) -> None:
+        super().__init__()
+"""
+
+
+@pytest.fixture
+def own_file(own_registry, right, tmp_path):
+    """``own_file(text)``: a file of one's own, named in the options."""
     right["import_paths"] = ["my_archs"]
+    (tmp_path / "my_archs").mkdir()
+
+    def write(text):
+        (tmp_path / "my_archs/plain.py").write_text(text)
+
+    return write
+
+
+def test_own_components_are_imported_from_a_path(load_file, right, own_file):
+    own_file(OWN)
     right["network_g"] = {"type": "PlainFromAPath", "width": 4}
     assert load_file(right).network_g.arguments() == {"width": 4}
     right["network_g"]["widht"] = 4
     with pytest.raises(OptionsError, match=r"did you mean width\?"):
         load_file(right)
+
+
+def test_a_syntax_error_in_an_own_file_is_told_with_its_line(load_file, right, own_file):
+    own_file(OWN.replace("class PlainFromAPath(nn.Module):", "class PlainFromAPath(nn.Module)"))
+    with pytest.raises(OptionsError, match=r"plain\.py cannot be imported: .*line 7"):
+        load_file(right)
+
+
+def test_a_missing_module_of_an_own_file_is_told(load_file, right, own_file):
+    own_file("import there_is_no_such_module\n")
+    with pytest.raises(OptionsError, match=r"plain\.py cannot be imported: .*there_is_no_such_module"):
+        load_file(right)
+
+
+def test_a_clash_with_a_shipped_name_is_told_with_both_files(load_file, right, own_file):
+    own_file(OWN.replace("PlainFromAPath", "SST"))
+    with pytest.raises(OptionsError, match=r"network SST is registered twice, by .*sst\.py and .*plain\.py"):
+        load_file(right)
+
+
+def test_an_own_file_that_was_mended_can_be_imported(load_file, right, own_file):
+    own_file("import there_is_no_such_module\n")
+    with pytest.raises(OptionsError):
+        load_file(right)
+    own_file(OWN)
+    right["network_g"] = {"type": "PlainFromAPath"}
+    assert load_file(right).network_g.type == "PlainFromAPath"
+
+
+def test_own_files_can_be_named_in_the_environment(load_file, right, own_file, tmp_path, monkeypatch):
+    own_file(OWN)
+    del right["import_paths"]
+    monkeypatch.setenv("PELLUCID_IMPORT", str(tmp_path / "my_archs/plain.py"))
+    right["network_g"] = {"type": "PlainFromAPath"}
+    assert load_file(right).network_g.type == "PlainFromAPath"
 
 
 def test_a_missing_import_path_is_told(load_file, right):
@@ -249,3 +365,18 @@ def test_a_shipped_file_has_a_head_and_its_own_name():
         options = load.load(file, ["path.pretrain_network_g=~"], training=training)
         assert options.name == file.stem, file
         assert yaml.safe_load(file.read_text(encoding="utf-8"))["num_gpu"] in ("auto", 0), file
+
+
+def test_the_quickstart_is_tested_as_it_was_trained():
+    from pathlib import Path
+
+    training, test = (
+        yaml.safe_load(Path("options", kind, "sr/sst_quickstart_x2.yml").read_text(encoding="utf-8"))
+        for kind in ("train", "test")
+    )
+    for key in ("network_g", "scale", "name"):
+        assert test[key] == training[key]
+    for key in ("metrics", "baseline"):
+        assert test["val"][key] == training["val"][key]
+    assert test["datasets"]["test"] == training["datasets"]["val"]
+    assert test["path"]["pretrain_network_g"] == f"experiments/{training['name']}/models/net_g_latest.pth"
