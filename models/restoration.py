@@ -216,7 +216,7 @@ def build_network(options: Options) -> nn.Module:
     try:
         network = ARCHS.build(options.network_g.spec())
     except (ValueError, TypeError, RuntimeError, MemoryError, OverflowError) as error:
-        raise OptionsError(f"network_g cannot be built: {str(error) or 'out of memory'}") from error
+        raise OptionsError(f"network_g: {str(error) or 'out of memory'}") from error
     if not hasattr(network, "scale"):
         logger.warning(f"{name} does not state its scale: {options.scale} is assumed, as the options say")
         network.scale = options.scale

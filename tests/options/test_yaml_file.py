@@ -69,7 +69,9 @@ def test_each_key_knows_its_line(tmp_path):
     assert lines[("a", "c", 1)] == 5
 
 
-@pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: !!python/object/apply:os.system [ls]", "a: *b"])
+@pytest.mark.parametrize(
+    "text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: !!python/object/apply:os.system [ls]", "a: *b", "a: \x00"]
+)
 def test_broken_or_dangerous_yaml_is_an_error_in_words(tmp_path, text):
     with pytest.raises(OptionsError, match=r"not valid YAML"):
         read(tmp_path, text)
