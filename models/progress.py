@@ -67,9 +67,12 @@ def resume(path: Path, model: Base) -> Progress:
         way = "to start from the weights of a file, name it in path.pretrain_network_g"
         raise OptionsError(f"{path} is not a state that train.py saved (it has no {', '.join(lacking)}); {way}")
     model.load_state_dict(state["model"])
-    _restore_random_states(state["random"])
-    best = {name: {label: tuple(pair) for label, pair in kept.items()} for name, kept in state["best"].items()}
-    return Progress(samples=state["samples"], validated=state["validated"], best=best)
+    try:
+        _restore_random_states(state["random"])
+        best = {name: {label: tuple(pair) for label, pair in kept.items()} for name, kept in state["best"].items()}
+        return Progress(samples=int(state["samples"]), validated=int(state["validated"]), best=best)
+    except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        raise OptionsError(f"{path} is damaged: {str(error).splitlines()[0]}; take an earlier state") from error
 
 
 def set_aside_later(folder: Path, iteration: int) -> None:

@@ -118,6 +118,9 @@ class RestorationModel(Base):
         with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
             pred = self._forward(lq)
         values = {label: loss(pred, gt) for label, loss in self.losses.items()}
+        for label, value in values.items():
+            if value.numel() != 1:
+                raise OptionsError(f"the loss {label} returned {tuple(value.shape)}, but training needs one number")
         self.scaler.scale(sum(values.values()) * share).backward()
         return {label: value.detach() for label, value in values.items()}
 
@@ -188,22 +191,38 @@ class RestorationModel(Base):
             raise OptionsError(f"{text}; to change it, start anew from the weights with path.pretrain_network_g")
         try:
             if "network_g" not in (self.options.path.ignore_resume_networks or ()):
-                self.network.load_state_dict(state["weights"]["params"])
+                weights = state["weights"]
+                _check_shapes(self.network, weights["params"])
+                self.network.load_state_dict(weights["params"])
                 if self.ema is not None:
-                    self.ema.network.load_state_dict(state["weights"].get("params_ema", state["weights"]["params"]))
+                    self.ema.network.load_state_dict(weights.get("params_ema", weights["params"]))
             self._load_optimizer(state["optimizer"])
-        except (KeyError, ValueError, RuntimeError) as error:
+            # a state without mixed precision has nothing to say about the scale of gradients
+            if state["scaler"]:
+                self.scaler.load_state_dict(state["scaler"])
+            self.iteration = int(state["iteration"])
+        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             text = str(error).splitlines()[0]
-            raise OptionsError(f"the saved state does not fit this run's network and optimizer: {text}") from None
-        self.scaler.load_state_dict(state["scaler"])
-        self.iteration = state["iteration"]
+            raise OptionsError(f"the saved state does not fit this run's network and optimizer: {text}") from error
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         # the moments come from the state, the settings (weight decay, betas ..) from the options of this run
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        for group, own in zip(state["param_groups"], settings, strict=True):
+            for key in ("amsgrad", "centered", "momentum"):
+                # these decide which moments there are
+                if bool(group.get(key)) != bool(own.get(key)):
+                    raise ValueError(f"{key} was {group.get(key)} and is {own.get(key)}")
         self.optimizer.load_state_dict(state)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
+
+
+def _check_shapes(network: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    # a network may adapt weights of another scale when it loads them; to go on with a run that is wrong
+    for key, tensor in network.state_dict().items():
+        if key in saved and saved[key].shape != tensor.shape:
+            raise ValueError(f"{key} is {tuple(saved[key].shape)} in the state and {tuple(tensor.shape)} here")
 
 
 def build_network(options: Options) -> nn.Module:

@@ -166,6 +166,30 @@ def test_a_continued_run_obeys_its_options_not_the_old_ones(make_options, make_m
     assert new.optimizer.state_dict()["state"][0]["step"] == 2
 
 
+def test_a_state_of_another_scale_is_refused_though_its_weights_could_be_adapted(make_options, make_model, batches):
+    old = make_model(make_options())
+    old.train_step(batches(old.options, 1))
+    tripled = make_options("scale=3", "network_g.upscaling_factor=3", "datasets.train.gt_size=33")
+    with pytest.raises(OptionsError, match=r"upsampler\.up_conv\.weight is \(12, .* in the state and \(27, "):
+        make_model(tripled).load_state_dict(old.state_dict())
+
+
+def test_other_moments_than_the_state_has_are_refused(make_options, make_model, batches):
+    old = make_model(make_options("train.scheduler=~"))
+    old.train_step(batches(old.options, 1))
+    with pytest.raises(OptionsError, match="amsgrad was False and is True"):
+        make_model(make_options("train.scheduler=~", "train.optim_g.amsgrad=true")).load_state_dict(old.state_dict())
+
+
+def test_half_precision_may_begin_in_a_resumed_run(make_options, make_model, batches):
+    old = make_model(make_options())
+    old.train_step(batches(old.options, 1))
+    new = make_model(make_options("train.use_amp=true", "train.amp_dtype=float16"))
+    new.load_state_dict(old.state_dict())
+    new.train_step(batches(new.options, 1))
+    assert new.iteration == 2
+
+
 def test_a_state_of_another_network_is_refused(make_options, make_model):
     other = make_model(make_options("network_g.dim=8"))
     with pytest.raises(OptionsError, match="does not fit this run's network"):
