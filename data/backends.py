@@ -82,7 +82,7 @@ def open_source(dataroot: str | os.PathLike, io_backend: Mapping[str, Any] | Non
         raise OptionsError(
             "the folder of pictures is missing; set dataroot_gt and dataroot_lq as the dataset needs them"
         )
-    root = Path(os.path.expandvars(dataroot)).expanduser()
+    root = Path(os.path.expanduser(os.path.expandvars(dataroot)))
     if not root.is_dir():
         raise DataError(f"the folder {root} does not exist")
     if (root / "data.mdb").is_file():

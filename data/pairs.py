@@ -158,7 +158,7 @@ def _readable_names(names: list[str], source: Source, problems: Problems) -> lis
 
 def _read_lines(meta_info_file: str, problems: Problems) -> list[str]:
     try:
-        return Path(os.path.expandvars(meta_info_file)).expanduser().read_text(encoding="utf-8-sig").splitlines()
+        return Path(os.path.expanduser(os.path.expandvars(meta_info_file))).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{problems.where}: cannot read meta_info_file {meta_info_file}: {reason}") from error

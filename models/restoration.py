@@ -78,7 +78,7 @@ class RestorationModel(Base):
             self._forward = torch.compile(self.network, mode=mode)
 
     def _load_pretrained(self, path: PathOptions) -> None:
-        file = path.pretrain_network_g.expanduser()
+        file = path.pretrain_network_g
         sections = read_checkpoint(file).sections
         key = None if path.param_key_g == "auto" else path.param_key_g
         if self.ema is not None:

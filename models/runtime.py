@@ -107,7 +107,7 @@ def folder_of(options: Options, kind: str) -> Path:
     """``experiments/<name>`` or ``results/<name>`` or ``tb_logger/<name>``."""
     root = options.path.root or Path.cwd()
     given = {"experiments": options.path.experiments_root, "results": options.path.results_root}.get(kind)
-    return (given or root / kind).expanduser() / options.name
+    return (given or root / kind) / options.name
 
 
 def find_state(options: Options, auto_resume: bool) -> Path | None:
@@ -118,7 +118,7 @@ def find_state(options: Options, auto_resume: bool) -> Path | None:
         if numbered:
             return max(numbered)[1]
         logger.info("--auto_resume: the run has no saved state yet, so it starts from the beginning")
-    return options.path.resume_state.expanduser() if options.path.resume_state else None
+    return options.path.resume_state
 
 
 def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> Path:

@@ -66,13 +66,20 @@ def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -
         converted = model(**{name: values[name] for name in fields})
     except ValidationError as error:
         return [((*path, *place), describe(found)) for place, found in _by_place(error.errors(), values).items()]
-    # the constructor gets the value as it stands in the file: a text that pydantic would take for a number is none
-    texts = [name for name in fields if isinstance(values[name], str) and not isinstance(getattr(converted, name), str)]
-    return [((*path, name), f"must be {_kind(converted, name)}, got {values[name]!r}") for name in texts]
+    # the constructor gets the value as it stands in the file: what pydantic would convert is told instead
+    pairs = ((name, values[name], getattr(converted, name)) for name in fields)
+    return [((*path, name), f"{wanted}, got {value!r}") for name, value, own in pairs if (wanted := _kind(value, own))]
 
 
-def _kind(converted: Any, name: str) -> str:
-    return "true or false" if isinstance(getattr(converted, name), bool) else "a number"
+def _kind(value: Any, converted: Any) -> str | None:
+    """What was wanted, where a text stands for a number or truth value, or 2.0 for a whole number."""
+    if isinstance(value, str) and isinstance(converted, bool):
+        return "must be true or false"
+    if isinstance(value, str) and isinstance(converted, (int, float)):
+        return "must be a number"
+    if isinstance(value, (int, float)) and type(value) is not type(converted) and isinstance(converted, int):
+        return "must be true or false" if isinstance(converted, bool) else "must be a whole number"
+    return None
 
 
 def describe(found: Mapping[str, Any]) -> str:

@@ -104,9 +104,9 @@ def import_components(paths: Any, base: Path) -> None:
     named = list(paths or [])
     named += [part for part in os.environ.get("PELLUCID_IMPORT", "").split(os.pathsep) if part]
     for name in named:
-        path = next((p for p in (Path(name).expanduser(), base / name) if p.exists()), None)
-        if path is None:
-            raise OptionsError(f"import_paths: there is no file or folder {name}")
+        path = next((p for p in (Path(os.path.expanduser(name)), base / name) if p.exists()), None)
+        if path is None or not (path.is_dir() or path.suffix == ".py"):
+            raise OptionsError(f"import_paths: there is no folder or .py file {name}")
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             _import_file(file.resolve())
 
@@ -134,11 +134,15 @@ def _import_file(file: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    imported = False
     try:
         spec.loader.exec_module(module)
+        imported = True
     except (SyntaxError, ImportError, AlreadyRegistered) as error:
-        del sys.modules[name]
         raise OptionsError(f"import_paths: {file} cannot be imported: {error}") from error
+    finally:
+        if not imported:
+            del sys.modules[name]
 
 
 def _debug(raw: dict[str, Any]) -> dict[str, Any]:
@@ -273,10 +277,10 @@ _UNION_MEMBERS = {"int", "bool", "str", "float", "constrained-int"}
 def _contradictions(options: schema.Options, training: bool, *, schedule: bool) -> list[check.Problem]:
     problems: list[check.Problem] = []
     weights = options.path.pretrain_network_g
-    if weights is not None and not weights.expanduser().is_file():
+    if weights is not None and not weights.is_file():
         problems.append((("path", "pretrain_network_g"), f"there is no file {weights}"))
     state = options.path.resume_state
-    if state is not None and not state.expanduser().is_file():
+    if state is not None and not state.is_file():
         problems.append((("path", "resume_state"), f"there is no file {state}"))
     if not training:
         if not options.phase("val", "test"):

@@ -6,12 +6,22 @@ components (networks, data sets, losses, metrics, optimizers, schedulers) are ch
 ``options.check``.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Count = Annotated[int, Field(ge=1)]
+
+
+def _expanded(path: Path) -> Path:
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} is not a path")
+    return Path(os.path.expanduser(path))
+
+
+FilePath = Annotated[Path, AfterValidator(_expanded)]
 
 
 def _inert(why: str, default: Any = None) -> Any:
@@ -77,14 +87,14 @@ class MetricOptions(Component):
 class PathOptions(Strict):
     """Where weights come from and results go."""
 
-    root: Path | None = Field(None, description="folder of experiments/, results/ and tb_logger/; default: here")
-    pretrain_network_g: Path | None = Field(None, description="weights to start from (.pth or .safetensors)")
+    root: FilePath | None = Field(None, description="folder of experiments/, results/ and tb_logger/; default: here")
+    pretrain_network_g: FilePath | None = Field(None, description="weights to start from (.pth or .safetensors)")
     param_key_g: str | None = Field("auto", description="params, params_ema or auto (the average where there is one)")
     strict_load_g: bool = Field(True, description="false loads what fits and reports the rest")
-    resume_state: Path | None = Field(None, description="a .state file to continue from")
+    resume_state: FilePath | None = Field(None, description="a .state file to continue from")
     ignore_resume_networks: list[str] | None = Field(None, description="networks that a resumed run does not load")
-    experiments_root: Path | None = Field(None, description="default: experiments/ under root")
-    results_root: Path | None = Field(None, description="default: results/ under root")
+    experiments_root: FilePath | None = Field(None, description="default: experiments/ under root")
+    results_root: FilePath | None = Field(None, description="default: results/ under root")
 
 
 class MixupOptions(Strict):

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import runpy
+import sys
 from pathlib import Path
 
 import cv2
@@ -40,6 +41,14 @@ def _no_backend_from_outside(monkeypatch):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_imported_files_left():
+    """Workers that are not forked import what the process has imported, and a test's files are gone after it."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("pellucid_import_")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

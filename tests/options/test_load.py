@@ -83,6 +83,9 @@ def test_a_misspelt_type_is_told_with_the_nearest_one(load_file, right, section,
         ("train.optim_g.type=~", r"train\.optim_g\.type"),
         ("name=a/b", r"name: 'a/b' cannot be the name of a folder"),
         ("network_g.exp_ratio='2'", r"network_g\.exp_ratio: must be a number, got '2'"),
+        ("network_g.dim=16.0", r"network_g\.dim: must be a whole number, got 16\.0"),
+        ("datasets.train.use_rot=1", r"datasets\.train\.use_rot: must be true or false, got 1"),
+        ('path.root="a\\0b"', r"path\.root: .*is not a path"),
         ("network_g.exp_ratio=.inf", r"network_g\.exp_ratio: .*finite"),
         ("train.optim_g.lr=.nan", r"train\.optim_g\.lr: .*finite"),
         ("train.grad_clip=.inf", r"train\.grad_clip: .*finite"),
@@ -341,7 +344,7 @@ def test_own_files_can_be_named_in_the_environment(load_file, right, own_file, t
 
 def test_a_missing_import_path_is_told(load_file, right):
     right["import_paths"] = ["nowhere"]
-    with pytest.raises(OptionsError, match="there is no file or folder nowhere"):
+    with pytest.raises(OptionsError, match=r"there is no folder or \.py file nowhere"):
         load_file(right)
 
 
