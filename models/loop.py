@@ -115,8 +115,13 @@ def fit(
         try:
             run.loop(stop)
         except (Interrupted, UserError, MemoryError, torch.OutOfMemoryError):
-            # none of these came after the weights of a step were touched
-            run.save()
+            # none of these came between the parts of a step; but the step before may have spoilt the weights
+            if run.is_sound():
+                run.save()
+            else:
+                logger.warning(
+                    "the weights are not finite, so they are not saved; an earlier state is the last good one"
+                )
             raise
         finally:
             run.book.close()
@@ -228,6 +233,10 @@ class _Fit:
             if position == 0 and next(iter(scores.protocol)) in improved:
                 self._save_best(scores)
         self.progress.validated = step
+
+    def is_sound(self) -> bool:
+        """Whether every weight is a finite number."""
+        return all(bool(value.isfinite().all()) for part in self.model.weights().values() for value in part.values())
 
     def save(self) -> None:
         """Weights and a resumable state of this iteration."""

@@ -55,6 +55,8 @@ class RestorationModel(Base):
             self._prepare_training(options.train)
         if options.path.pretrain_network_g is not None:
             self._load_pretrained(options.path)
+        elif not training:
+            logger.warning("path.pretrain_network_g is not given: the network keeps the weights it is built with")
 
     def _prepare_training(self, train: TrainOptions) -> None:
         if train.use_channels_last:
@@ -239,6 +241,10 @@ def build_network(options: Options) -> nn.Module:
     if not hasattr(network, "scale"):
         logger.warning(f"{name} does not state its scale: {options.scale} is assumed, as the options say")
         network.scale = options.scale
+    if not isinstance(network.scale, int):
+        kind = type(network.scale).__name__
+        text = f"the attribute scale of {name} is a {kind}, but it must say by how much the network enlarges"
+        raise OptionsError(f"network_g: {text}; give what it holds another name")
     if network.scale != options.scale:
         raise OptionsError(f"scale is {options.scale}, but the network {name} enlarges by {network.scale}")
     return network

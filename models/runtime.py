@@ -89,8 +89,7 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
 
 def choose_device(options: Options, launcher: str = "none") -> torch.device:
     """The device of the run, with one notice where it is less than the options ask for."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if launcher != "none" or processes > 1:
+    if launcher != "none" or os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise OptionsError("this version trains in one process; start train.py without --launcher and torchrun")
     asked = options.num_gpu
     if asked == 0 or (asked == "auto" and not torch.cuda.is_available()):
@@ -132,7 +131,7 @@ def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> 
     folder = folder_of(options, kind)
     try:
         # first, since the file may be the copy in the folder that is renamed
-        text = options.file.read_text(encoding="utf-8") if options.file is not None else None
+        text = options.file.read_text(encoding="utf-8-sig") if options.file is not None else None
         if not keep:
             for earlier in [folder, folder_of(options, "tb_logger")] if kind == "experiments" else [folder]:
                 _archive(earlier)

@@ -185,16 +185,23 @@ def _fill_datasets(raw: dict[str, Any]) -> tuple[dict[str, Any], list[check.Prob
         if isinstance(dataset, Mapping):
             taken = [name for name in ("phase", "seed") if name in dataset]
             problems += [(("datasets", key, name), "is set by the program; remove it") for name in taken]
-            # a wrong scale or seed is told once, in its own place
-            own = {"scale": scale if isinstance(scale, int) and scale > 0 else 1, "seed": 0, "phase": phase}
-            if isinstance(raw.get("manual_seed"), int) and raw["manual_seed"] >= 0:
-                own["seed"] = raw["manual_seed"]
-            if dataset.get("scale", own["scale"]) != own["scale"]:
+            # as the schema converts them; what it refuses is told there, once
+            own = {"scale": _whole(scale, 1) or 1, "seed": _whole(raw.get("manual_seed"), 0), "phase": phase}
+            if _whole(dataset.get("scale", own["scale"]), 0) != own["scale"]:
                 text = f"is {dataset['scale']}, but the run's scale is {own['scale']}; remove it here"
                 problems.append((("datasets", key, "scale"), text))
             dataset = {"name": key, **dataset, **own}
         filled["datasets"][key] = dataset
     return filled, problems
+
+
+def _whole(value: Any, default: int) -> int:
+    """5, 5.0 and "5" are 5; ``default`` for what is no whole number from 0 on."""
+    try:
+        number = value if isinstance(value, int) else float(value)
+    except (TypeError, ValueError):
+        return default
+    return int(number) if number >= 0 and number == number // 1 else default
 
 
 def _components(raw: Mapping[str, Any]) -> list[check.Problem]:

@@ -49,7 +49,7 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
         OptionsError: there is no such file, it is not YAML, or a key stands twice in one section.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise OptionsError(f"there is no option file {path}") from None
     except (OSError, UnicodeDecodeError) as error:

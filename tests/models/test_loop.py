@@ -268,3 +268,22 @@ def test_identical_pictures_are_reported_as_infinite(make_options, tools):
     (scores,) = loop.evaluate(Same(), {"s": [{"lq": picture, "gt": picture, "name": ["a"]}]}, options, tools)
     assert scores.means()["psnr"] == math.inf
     assert scores.unusual() == ["s/a: psnr is inf"]
+
+
+@pytest.mark.usefixtures("one_small_picture")
+def test_weights_that_are_spoilt_are_not_saved_as_the_last_good_ones(run, make_options, make_model, tmp_path, caplog):
+    options = make_options(f"path.root={tmp_path}", "logger.use_tb_logger=false", "train.total_iter=50")
+    model = make_model(options)
+    step = model.train_step
+
+    def spoiling(batches):
+        logs = step(batches)
+        # as an update by an infinite rate leaves them, after a loss that was fine
+        next(model.network.parameters()).data.fill_(math.nan)
+        return logs
+
+    model.train_step = spoiling
+    with pytest.raises(NotFinite, match="iteration 2"):
+        run(model=model, options=options)
+    assert "the weights are not finite, so they are not saved" in caplog.text
+    assert not list((tmp_path / "experiment").glob("models/*.pth"))

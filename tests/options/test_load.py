@@ -20,6 +20,12 @@ def test_a_right_file_loads_with_its_types(load_file, right):
     assert "batch_size_per_gpu" not in options.datasets["train"].arguments()
 
 
+@pytest.mark.parametrize("seed", ["5", "5.0", "'5'"])
+def test_the_seed_of_the_data_is_that_of_the_run(load_file, right, seed):
+    options = load_file(right, f"manual_seed={seed}")
+    assert (options.manual_seed, options.datasets["train"].seed) == (5, 5)
+
+
 def test_options_are_frozen(load_file, right):
     options = load_file(right)
     with pytest.raises(ValueError, match="frozen"):
