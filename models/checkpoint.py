@@ -104,7 +104,7 @@ def save_pth(path: Path | str, weights: Mapping[str, Mapping[str, Tensor]]) -> N
         UserError: the file cannot be written; one that was there before is still whole.
     """
     content = {section: _on_cpu({_unwrap(k): v for k, v in params.items()}) for section, params in weights.items()}
-    _write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
+    write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
 
 
 def save_safetensors(path: Path | str, params: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
@@ -122,7 +122,7 @@ def save_safetensors(path: Path | str, params: Mapping[str, Tensor], metadata: M
     facts = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in (metadata or {}).items()}
     # the format knows neither shared memory nor strides
     separate = {_unwrap(k): v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in params.items()}
-    _write_whole(Path(path), lambda temporary: save_file(separate, temporary, {"format": "pt", **facts}))
+    write_whole(Path(path), lambda temporary: save_file(separate, temporary, {"format": "pt", **facts}))
 
 
 def save_state(path: Path | str, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ def save_state(path: Path | str, state: Mapping[str, Any]) -> None:
         UserError: the file cannot be written; one that was there before is still whole.
     """
     content = _on_cpu(state)
-    _write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
+    write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
 
 
 def load_state(path: Path | str) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def keep_last(folder: Path | str, n: int, *, protect: Collection[int] = ()) -> l
     return deleted
 
 
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then put it in its place in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

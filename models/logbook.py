@@ -3,7 +3,6 @@
 import datetime
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from models.checkpoint import write_whole
 from models.report import SetScores
 from options.schema import WandbOptions
 
@@ -180,9 +180,8 @@ class Logbook:
             return
         lines = self.file.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _is_kept(line, last)]
-        fresh = self.file.with_suffix(".tmp")
-        fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(fresh, self.file)
+        text = "".join(line + "\n" for line in kept)
+        write_whole(self.file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _mirror_to_wandb(name: str, options: WandbOptions, tensorboard: Path | None) -> None:

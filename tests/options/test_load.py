@@ -218,7 +218,9 @@ def test_the_published_vocabulary_is_known(load_file, right):
     right["val"] |= {"window_size": 8, "save_img": False, "rgb2bgr": True, "use_image": True, "max_minibatch": 8}
     right["logger"] |= {"use_tb_logger": True, "wandb": {"project": None, "resume_id": None}}
     right["dist_params"] = {"backend": "nccl", "port": 29500}
-    load_file(right)
+    options = load_file(right)
+    assert options.train.use_grad_clip
+    assert set(options.train.loss_specs()) == {"l_pix", "l_fft"}
 
 
 def test_debug_shortens_the_intervals(load_file, right):
