@@ -39,6 +39,17 @@ class LayerNorm2d(nn.Module):
         return f"{len(self.weight)}, eps={self.eps}"
 
 
+class Pointwise(nn.Conv2d):
+    """A 1x1 convolution, computed as the matrix product that it is: a channels-last image needs no copy for it."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, in_channels, h, w) -> (b, out_channels, h, w), channels-last"""
+        return F.linear(x.permute(0, 2, 3, 1), self.weight[:, :, 0, 0], self.bias).permute(0, 3, 1, 2)
+
+
 class Upsampler(nn.Module):
     """From features and the image they come from to the larger image.
 

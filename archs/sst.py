@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from archs.layers import LayerNorm2d, Upsampler, WeightCache, check_integers, one_of, per_layer
+from archs.layers import LayerNorm2d, Pointwise, Upsampler, WeightCache, check_integers, one_of, per_layer
 from kernels.dispatch import no_autocast
 from kernels.window_attention import window_attention
-from kernels.window_attention.torch_impl import continue_by_reflection
+from kernels.window_attention.layout import continue_by_reflection
 from options.registry import ARCHS
 
 GATES = ("DWC", "Linear", None)
@@ -84,28 +84,29 @@ class WindowAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window, self.heads, self.shift, self.attention_dtype = window, heads, shift, attention_dtype
-        self.to_qkv = nn.Conv2d(dim, 3 * dim, 1)
-        self.to_out = nn.Conv2d(dim, dim, 1)
+        self.to_qkv = Pointwise(dim, 3 * dim)
+        self.to_out = Pointwise(dim, dim)
         self.gate = None
         if gate_type is not None:
             local = [nn.Conv2d(dim, dim, 3, padding=1, groups=dim)] if gate_type == "DWC" else []
-            self.gate = nn.Sequential(*local, nn.Conv2d(dim, dim, 1), nn.Sigmoid())
+            self.gate = nn.Sequential(*local, Pointwise(dim, dim), nn.Sigmoid())
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w)"""
         qkv = self.to_qkv(x).permute(0, 2, 3, 1)
         dtype = self._dtype(qkv)
         q_pos, k_pos, bias = self.positions(dtype)
-        out = self._attend(qkv.to(dtype), q_pos, k_pos, bias)
-        out = out.to(qkv.dtype).permute(0, 3, 1, 2)
+        out = self._attend(qkv, q_pos, k_pos, bias, dtype).permute(0, 3, 1, 2)
         return self.to_out(out if self.gate is None else out * self.gate(x))
 
     def positions(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Positional factors of the queries and keys, ``(heads, window**2, rank)`` each, and a dense bias."""
         return None, None, None
 
-    def _attend(self, qkv: Tensor, q_pos: Tensor | None, k_pos: Tensor | None, bias: Tensor | None) -> Tensor:
-        settings = {"heads": self.heads, "window": self.window, "bias": bias}
+    def _attend(
+        self, qkv: Tensor, q_pos: Tensor | None, k_pos: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        settings = {"heads": self.heads, "window": self.window, "bias": bias, "dtype": dtype}
         if not self.shift:
             return window_attention(qkv, q_pos, k_pos, **settings)
         _, h, w, _ = qkv.shape
@@ -219,9 +220,9 @@ class ConvFFN(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(dim, hidden_dim, 1)
+        self.proj = Pointwise(dim, hidden_dim)
         self.dwc = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
-        self.agg = nn.Conv2d(hidden_dim, dim, 1)
+        self.agg = Pointwise(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w)"""

@@ -6,7 +6,7 @@ An operator has several backends. The first of these that says something decides
 2. ``with use_backend("window_attention", "torch")``, or ``use_backend("torch")`` for every operator that has it
 3. the environment variable ``PELLUCID_KERNELS_WINDOW_ATTENTION=torch``
 4. the environment variable ``PELLUCID_KERNELS=torch``, again for every operator that has it
-5. nobody: the first backend, in the operator's order, that has nothing against the call
+5. nobody: the first backend, in the operator's order, that can run the call and does not decline it
 
 ``auto`` at any step means step 5. A backend that was asked for and cannot run raises :class:`KernelUnavailable`; only
 step 5 moves on to another one. A backend answers from metadata alone (device, dtype, shapes), so that
@@ -28,7 +28,7 @@ from torch import Tensor
 
 logger = logging.getLogger("pellucid")
 
-BACKENDS = ("triton", "flash", "sdpa", "torch", "reference")
+BACKENDS = ("triton", "flash", "chunked", "sdpa", "torch", "reference")
 AUTO = "auto"
 ENVIRONMENT = "PELLUCID_KERNELS"
 
@@ -46,12 +46,22 @@ class Backend:
         run: the implementation; takes the operator's tensors and options.
         supports: takes the same, each of which may be missing; returns None, or the reason why it cannot run.
         why: what speaks for it, as ``explain`` says it.
+        declines: takes the same as ``supports``; returns None, or why another one is better for this call. Heard only
+            where nobody asked for this backend.
     """
 
     name: str
     run: Callable[..., Any]
     supports: Callable[..., str | None]
     why: str
+    declines: Callable[..., str | None] | None = None
+
+    def against(self, tensors: tuple, options: dict, *, asked: bool) -> str | None:
+        """The reason not to take it for this call, or None."""
+        reason = self.supports(*tensors, **options)
+        if reason is None and not asked and self.declines is not None:
+            reason = self.declines(*tensors, **options)
+        return reason
 
 
 _OPS: dict[str, tuple[Backend, ...]] = {}
@@ -139,7 +149,7 @@ def explain(op: str, *tensors: Tensor | None, backend: str | None = None, **opti
     for other in _backends(op):
         passed = passed or other is chosen
         if other is not chosen:
-            reason = other.supports(*tensors, **options)
+            reason = other.against(tensors, options, asked=False)
             rank = "would work; comes later in the order" if passed else "would work; comes earlier in the order"
             lines.append(f"  not {other.name}: {reason or rank}")
     return "\n".join(lines)
@@ -157,7 +167,7 @@ def _choose(op: str, backend: str | None, tensors: tuple, options: dict) -> tupl
     for candidate in backends:
         if name is not None and candidate.name != name:
             continue
-        reason = candidate.supports(*tensors, **options)
+        reason = candidate.against(tensors, options, asked=name is not None)
         if reason is None:
             # a logger call would break the graph
             if not torch.compiler.is_compiling():

@@ -1,11 +1,14 @@
 """Attention within the windows of an image, with a low-rank positional bias."""
 
+import functools
 import math
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.window_attention import reference, torch_impl
+from kernels.window_attention import chunked, reference, torch_impl
 
 __all__ = ["window_attention"]
 
@@ -19,6 +22,7 @@ def window_attention(
     window: int,
     scale: float | None = None,
     bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Let each pixel attend to the pixels of its window.
@@ -30,13 +34,15 @@ def window_attention(
     Args:
         qkv: ``(b, h, w, 3 * heads * d)``, any float dtype, ``h, w >= 1``; channels are ``[q|k|v][head][d]``. A
             permuted channels-last image has this layout.
-        q_pos, k_pos: ``(heads, window**2, rank)``, or None for both; pixels of the window row by row. They may be of
-            higher precision than ``qkv`` and are then rounded to it.
+        q_pos, k_pos: ``(heads, window**2, rank)``, or None for both; pixels of the window row by row. Rounded to
+            ``dtype``.
         heads: number of heads.
         window: side of the square window in pixels.
         scale: factor of the content logits, positive; ``1 / sqrt(d)`` by default.
         bias: ``(heads, window**2, window**2)``, query first, or None.
-        backend: ``"flash"``, ``"sdpa"``, ``"torch"``, ``"reference"`` or ``"auto"``; see :mod:`kernels.dispatch`.
+        dtype: type in which q, k, v and the weights are multiplied; that of ``qkv`` by default.
+        backend: ``"flash"``, ``"chunked"``, ``"sdpa"``, ``"torch"``, ``"reference"`` or ``"auto"``; see
+            :mod:`kernels.dispatch`.
 
     Returns:
         ``(b, h, w, heads * d)``, in the dtype of ``qkv``.
@@ -56,9 +62,11 @@ def window_attention(
     scale = 1 / math.sqrt(d) if scale is None else scale
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale}")
-    return dispatch.run(
-        "window_attention", backend, qkv, q_pos, k_pos, bias, heads=heads, window=window, scale=float(scale)
-    )
+    dtype = qkv.dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a float type, got {dtype}")
+    options = {"heads": heads, "window": window, "scale": float(scale), "dtype": dtype}
+    return dispatch.run("window_attention", backend, qkv, q_pos, k_pos, bias, **options)
 
 
 def _head_size(qkv: Tensor, heads: int, window: int) -> int:
@@ -94,6 +102,16 @@ def _check_positions(
         raise ValueError(f"q_pos and k_pos must have the same rank, got {q_pos.shape[-1]} and {k_pos.shape[-1]}")
 
 
+def _rounding(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``run``, given ``qkv`` in the type of the computation, and its result in that of the caller."""
+
+    @functools.wraps(run)
+    def rounded(qkv: Tensor, *tensors: Tensor | None, dtype: torch.dtype, **options: object) -> Tensor:
+        return run(qkv.to(dtype), *tensors, **options).to(qkv.dtype)
+
+    return rounded
+
+
 def _always(*tensors: Tensor | None, **options: object) -> None:
     return None
 
@@ -103,14 +121,24 @@ dispatch.register(
     (
         dispatch.Backend(
             "flash",
-            torch_impl.flash,
+            _rounding(torch_impl.flash),
             torch_impl.flash_supports,
             "FlashAttention is there and takes 16-bit CUDA tensors",
         ),
         dispatch.Backend(
-            "sdpa", torch_impl.sdpa, _always, "PyTorch's fused attention needs no (window**2, window**2) matrix"
+            "chunked",
+            chunked.chunked,
+            chunked.supports,
+            "on a CPU, products over pieces of the logits are the fastest",
+            chunked.declines,
         ),
-        dispatch.Backend("torch", torch_impl.attention, _always, "explicit softmax, by plain PyTorch"),
-        dispatch.Backend("reference", reference.window_attention, _always, "the definition, for checks"),
+        dispatch.Backend(
+            "sdpa",
+            _rounding(torch_impl.sdpa),
+            _always,
+            "PyTorch's fused attention needs no (window**2, window**2) matrix",
+        ),
+        dispatch.Backend("torch", _rounding(torch_impl.attention), _always, "explicit softmax, by plain PyTorch"),
+        dispatch.Backend("reference", _rounding(reference.window_attention), _always, "the definition, for checks"),
     ),
 )

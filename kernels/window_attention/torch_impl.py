@@ -10,10 +10,13 @@ the softmax out (``torch``).
 
 import importlib.util
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.window_attention.layout import continue_by_reflection, tiles_of
 
 FLASH_PACKAGES = ("flash_attn_interface", "flash_attn")  # FlashAttention-3, FlashAttention-2
 # CUDA kernels put the batch on a grid axis of this length
@@ -103,8 +106,8 @@ def flash_supports(
     bias: Tensor | None = None,
     *,
     heads: int | None = None,
-    window: int | None = None,
-    scale: float | None = None,
+    dtype: torch.dtype | None = None,
+    **_: Any,
 ) -> str | None:
     """Every reason against ``flash`` for this call, or None."""
     reasons = []
@@ -113,8 +116,9 @@ def flash_supports(
     if qkv is not None:
         if qkv.device.type != "cuda":
             reasons.append(f"it needs a CUDA tensor, this one is on {qkv.device.type}")
-        if qkv.dtype not in HALF:
-            reasons.append(f"it needs float16 or bfloat16, not {str(qkv.dtype).removeprefix('torch.')}")
+        dtype = dtype or qkv.dtype
+        if dtype not in HALF:
+            reasons.append(f"it needs float16 or bfloat16, not {str(dtype).removeprefix('torch.')}")
         if heads is not None:
             width = qkv.shape[-1] // (3 * heads) + (0 if q_pos is None else q_pos.shape[-1])
             if width % 8 or width > 256:
@@ -124,12 +128,9 @@ def flash_supports(
     return "; ".join(reasons) or None
 
 
-def partition(qkv: Tensor, heads: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def partition(qkv: Tensor, heads: int, window: int) -> tuple[Tensor, ...]:
     """(b, h, w, 3 * heads * d) -> q, k, v, each (b, rows, columns, heads, window, window, d): views, not copies."""
-    image = continue_by_reflection(qkv, window)
-    b, h, w, channels = image.shape
-    tiles = image.reshape(b, h // window, window, w // window, window, 3, heads, channels // (3 * heads))
-    return tiles.permute(5, 0, 1, 3, 6, 2, 4, 7).unbind(0)
+    return tiles_of(continue_by_reflection(qkv, window), window, heads, parts=3)
 
 
 def lengthened(
@@ -183,16 +184,3 @@ def merge(out: Tensor, shape: torch.Size, window: int) -> Tensor:
     _, heads, _, d = out.shape
     out = out.reshape(b, rows, columns, heads, window, window, d).permute(0, 1, 4, 2, 5, 3, 6)
     return out.reshape(b, rows * window, columns * window, heads * d)[:, :h, :w]
-
-
-def continue_by_reflection(image: Tensor, window: int) -> Tensor:
-    """(b, h, w, c): rows and columns added at the bottom and the right until both are multiples of ``window``."""
-    for axis in (1, 2):
-        target = -(-image.shape[axis] // window) * window
-        while image.shape[axis] < target:
-            size = image.shape[axis]
-            # one mirror image at a time; a single pixel repeats
-            count = min(target - size, max(size - 1, 1))
-            tail = image.narrow(axis, max(size - 1 - count, 0), count).flip(axis)
-            image = torch.cat([image, tail], dim=axis)
-    return image

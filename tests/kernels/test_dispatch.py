@@ -27,7 +27,15 @@ def chosen(call, **options):
 
 def test_without_a_request_the_first_backend_that_can_run_is_taken(call):
     assert chosen(call) == "sdpa"
-    assert available("window_attention", *call[0], **call[1]) == ["sdpa", "torch", "reference"]
+    assert available("window_attention", *call[0], **call[1]) == ["chunked", "sdpa", "torch", "reference"]
+
+
+def test_a_backend_that_declines_a_call_runs_it_when_asked(call):
+    text = explain("window_attention", *call[0], **call[1])
+    assert "not chunked: windows of 4 in float32 are slower by it" in text
+    assert chosen(call, backend="chunked") == "chunked"
+    with use_backend("chunked"):
+        assert chosen(call) == "chunked"
 
 
 def test_the_call_argument_beats_the_context_beats_the_variables(call, monkeypatch):
@@ -81,7 +89,7 @@ def test_the_innermost_context_decides_and_ends_with_its_block(call):
 def test_the_chosen_backend_is_the_one_that_runs(call, monkeypatch):
     ran = []
     backends = tuple(
-        Backend(b.name, lambda *t, _name=b.name, **o: ran.append(_name), b.supports, b.why)
+        Backend(b.name, lambda *t, _name=b.name, **o: ran.append(_name), b.supports, b.why, b.declines)
         for b in dispatch._OPS["window_attention"]
     )
     monkeypatch.setitem(dispatch._OPS, "window_attention", backends)
@@ -111,7 +119,7 @@ def test_a_backend_that_was_asked_for_and_cannot_run_says_who_why_and_what_would
     assert who in message
     assert "pellucid[flash]" in message
     assert "needs a CUDA tensor, this one is on cpu" in message
-    assert "Usable now: sdpa, torch, reference" in message
+    assert "Usable now: chunked, sdpa, torch, reference" in message
 
 
 def test_a_context_that_cannot_be_obeyed_raises_and_is_named(call):
@@ -133,7 +141,7 @@ def test_explain_gives_a_reason_for_each_backend(call):
     ("ask", "message"),
     [
         (lambda: available("window_atention"), "did you mean window_attention"),
-        (lambda: explain("window_attention", backend="tritn"), "Known: flash, sdpa, torch, reference, auto"),
+        (lambda: explain("window_attention", backend="tritn"), "Known: flash, chunked, sdpa, torch, reference, auto"),
         (lambda: use_backend("window_attention", "sdpaa").__enter__(), "did you mean sdpa"),
         (lambda: use_backend("referense").__enter__(), "did you mean reference"),
         (lambda: use_backend("window", "torch").__enter__(), "Known: .*window_attention"),

