@@ -48,8 +48,9 @@ def to_uint8(image: Tensor) -> np.ndarray:
     if image.dim() != 3:
         raise ValueError(f"a picture must be (c, h, w) or (1, c, h, w), got {tuple(image.shape)}")
     image = image.detach().float()
-    broken = int((~torch.isfinite(image)).sum())
-    if broken:
+    # the extremes need no memory, and NaN is both of them
+    if image.numel() and not torch.stack(image.aminmax()).isfinite().all():
+        broken = int((~torch.isfinite(image)).sum())
         raise ValueError(f"{broken} of {image.numel()} values of the picture are NaN or infinite")
     return image.clamp(0, 1).mul_(255).round_().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
 
@@ -224,7 +225,7 @@ def _tell(lq: Tensor, started: int | None, tile: int, other_overlap: bool) -> No
     whole = f"the whole picture ({lq.shape[-2]} x {lq.shape[-1]})" if started is None else f"tiles of {started}"
     manner = f"tiles of {tile}{' with the default overlap' if other_overlap else ''}"
     logger.warning(
-        f"out of memory with {whole}; restored in {manner}, as is all of this size. Set tile to try less at once"
+        f"out of memory with {whole}; restored in {manner}, as are all pictures of this size. Set tile to try less at once"
     )
 
 

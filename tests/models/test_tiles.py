@@ -163,6 +163,18 @@ def test_a_tile_too_small_for_the_cycle_keeps_to_the_largest_part_of_it():
     assert [piece[1] for piece in net.pieces] == [0, 32, 64, 96]
 
 
+def test_tiles_of_a_global_network_overlap_by_a_quarter():
+    net = Surveyor(halo=None)
+    restore(net, _coordinates(64, 160), tile=64)
+    assert [piece[1] for piece in net.pieces] == [0, 48, 96]
+
+
+def test_a_side_that_fits_into_the_tile_as_asked_for_is_not_cut():
+    net = Surveyor(tile_multiple=16)
+    restore(net, _coordinates(70, 160), tile=70)
+    assert {(piece[0], piece[2]) for piece in net.pieces} == {(0, 70)}
+
+
 def test_no_tile_is_larger_than_asked_for_unless_the_network_needs_it():
     for tile in range(16, 70, 3):
         net = Surveyor(multiple_of=4, tile_multiple=24)
