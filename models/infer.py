@@ -223,10 +223,8 @@ def _within_memory(
 
 def _tell(lq: Tensor, started: int | None, tile: int, other_overlap: bool) -> None:
     whole = f"the whole picture ({lq.shape[-2]} x {lq.shape[-1]})" if started is None else f"tiles of {started}"
-    manner = f"tiles of {tile}{' with the default overlap' if other_overlap else ''}"
-    logger.warning(
-        f"out of memory with {whole}; restored in {manner}, as are all pictures of this size. Set tile to try less at once"
-    )
+    manner = f"tiles of {tile}{' with the default overlap' if other_overlap else ''}, as are all pictures of this size"
+    logger.warning(f"out of memory with {whole}; restored in {manner}. Set tile to try less at once")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
