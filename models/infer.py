@@ -1,25 +1,34 @@
-"""A trained network over pictures of any size: padding, tiles, self-ensemble, and the way to 8 bits.
+"""A trained network over pictures of any size: padding, tiles, self-ensemble, precision, and the way to 8 bits.
 
 A network says what it needs by its attributes, each with a default: ``scale`` (1), ``multiple_of`` (1) and ``minimum``
 (1) for the sides of its input, ``halo`` (None, that is global: how far an output pixel looks), ``tile_multiple`` (1:
 where tiles start), ``in_channels``. Nothing here knows a network by name.
 """
 
+import contextlib
+import functools
 import logging
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from options.errors import UserError
+from options.errors import OptionsError, UserError
 
 logger = logging.getLogger("pellucid")
 
 SMALLEST_TILE = 16
+# how allocators speak that raise no class of their own: the CPU's, C++'s, MPS', cuBLAS', and CUDA outside of allocators
+OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|std::bad_alloc|out of memory|could not create a memory|ALLOC_FAILED"
+)
+WRONG_DTYPE = re.compile(r"bfloat16|float16|\bhalf\b|dtype|scalar type|input type", re.IGNORECASE)
+
+Call = Callable[[Tensor], Tensor]
 
 
 def to_uint8(image: Tensor) -> np.ndarray:
@@ -39,22 +48,72 @@ def to_uint8(image: Tensor) -> np.ndarray:
     if image.dim() != 3:
         raise ValueError(f"a picture must be (c, h, w) or (1, c, h, w), got {tuple(image.shape)}")
     image = image.detach().float()
-    broken = int((~torch.isfinite(image)).sum())
-    if broken:
+    # the extremes need no memory, and NaN is both of them
+    if image.numel() and not torch.stack(image.aminmax()).isfinite().all():
+        broken = int((~torch.isfinite(image)).sum())
         raise ValueError(f"{broken} of {image.numel()} values of the picture are NaN or infinite")
-    return image.clamp(0, 1).mul(255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
+    return image.clamp(0, 1).mul_(255).round_().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
+
+
+def inference_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """What ``val.dtype`` means on a device: the dtype for :func:`restore`, None for the network's own.
+
+    Args:
+        name: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU that computes in it, float32 elsewhere.
+
+    Raises:
+        OptionsError: the device does not compute in it, or only slower than in float32.
+    """
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "auto":
+        return torch.bfloat16 if native else None
+    if name == "float16" and device.type == "cpu":
+        raise OptionsError("val.dtype: float16 is slower than float32 on a CPU; take bfloat16, float32 or auto")
+    if name == "bfloat16" and device.type == "cuda" and not native:
+        gpu = torch.cuda.get_device_name(device)
+        raise OptionsError(f"val.dtype: {gpu} does not compute in bfloat16; take float16, float32 or auto")
+    return None if name == "float32" else getattr(torch, name)
+
+
+@dataclass
+class TileMemory:
+    """What was learnt when memory did not suffice, so that the next picture need not run out of it first.
+
+    One for each network and device; :func:`restore` reads and writes it.
+
+    Attributes:
+        failed: pixels, over the batch, of the smallest piece that did not fit; None while all did.
+        tile: side of the tiles that fitted then.
+    """
+
+    failed: int | None = None
+    tile: int | None = None
+
+    def limit(self, lq: Tensor, tile: int | None) -> int | None:
+        """``tile``, or the smaller one that fitted where pieces of this size failed before."""
+        if self.failed is None or self.tile is None or _pixels(lq, tile) < self.failed:
+            return tile
+        return self.tile if tile is None else min(tile, self.tile)
 
 
 @torch.inference_mode()
 def restore(
-    network: nn.Module, lq: Tensor, *, tile: int | None = None, overlap: int | None = None, self_ensemble: bool = False
+    network: nn.Module,
+    lq: Tensor,
+    *,
+    tile: int | None = None,
+    overlap: int | None = None,
+    self_ensemble: bool = False,
+    dtype: torch.dtype | None = None,
+    memory: TileMemory | None = None,
 ) -> Tensor:
     """Run a network over pictures of any size.
 
     The picture is continued to the right and below by reflection (by its edge where it is too small for that) to a size
     that the network takes, and the result cut back. Tiles of a network with a finite ``halo`` give what the whole
     picture gives when they overlap by twice the halo, which is the default where the tile has room for it; otherwise
-    neighbours are blended. When the memory of the device does not suffice, (smaller) tiles are tried, with a notice.
+    neighbours overlap by a quarter of the tile and are blended. When memory does not suffice, (smaller) tiles are
+    tried, with a notice.
 
     Args:
         network: in eval mode for a reproducible result; its mode is left as it is.
@@ -64,14 +123,17 @@ def restore(
             for the whole picture.
         overlap: input pixels that neighbouring tiles share at least; None for a choice by the network's ``halo``.
         self_ensemble: the mean over the 8 flips and transpositions.
+        dtype: what the network computes in (autocast: sums, norms and what it keeps in float32 stay there); see
+            :func:`inference_dtype`. None for its own.
+        memory: hand the same one over for each picture, so that running out of memory is learnt once.
 
     Returns:
-        ``(b, c, h * scale, w * scale)``, neither clamped nor rounded.
+        ``(b, c, h * scale, w * scale)``, neither clamped nor rounded; with ``dtype`` in the dtype of ``lq``.
 
     Raises:
         ValueError: the input is not what the network takes, the overlap leaves nothing of the tile, or the network
             returns another size than its ``scale`` says.
-        UserError: even the smallest tile does not fit into memory.
+        UserError: even the smallest tile does not fit into memory, or the network cannot compute in ``dtype``.
     """
     facts = _Facts.of(network)
     if lq.dim() != 4 or not lq.is_floating_point() or lq.numel() == 0:
@@ -82,7 +144,10 @@ def restore(
         raise ValueError(f"tile must be at least 1, got {tile}")
     if overlap is not None and (overlap < 0 or (tile is not None and overlap >= tile)):
         raise ValueError(f"overlap must be at least 0 and below the tile's {tile}, got {overlap}")
-    return _within_memory(network, lq, facts, tile, overlap, self_ensemble)
+    call = functools.partial(_run, network, facts=facts, dtype=dtype)
+    way = _mean_of_views if self_ensemble else _restore_view
+    attempt = functools.partial(way, call, lq, facts)
+    return _within_memory(attempt, lq, facts, tile, overlap, TileMemory() if memory is None else memory)
 
 
 @dataclass(frozen=True)
@@ -117,126 +182,174 @@ class _Facts:
         return math.ceil(max(side, self.minimum) / self.multiple_of) * self.multiple_of
 
 
+def _pixels(lq: Tensor, tile: int | None) -> int:
+    """How many pixels of ``lq`` the network sees at once, over the batch."""
+    return lq.shape[0] * math.prod(side if tile is None else min(side, tile) for side in lq.shape[-2:])
+
+
 def _within_memory(
-    network: nn.Module, lq: Tensor, facts: _Facts, tile: int | None, overlap: int | None, self_ensemble: bool
+    attempt: Callable[[int | None, int | None], Tensor],
+    lq: Tensor,
+    facts: _Facts,
+    tile: int | None,
+    overlap: int | None,
+    memory: TileMemory,
 ) -> Tensor:
     """Restore, in ever smaller tiles while the device is out of memory."""
-    first, smallest, longest = tile, facts.fit(SMALLEST_TILE), max(lq.shape[-2:])
+    asked, smallest, longest = (tile, overlap), facts.fit(SMALLEST_TILE), max(lq.shape[-2:])
+    tile = started = memory.limit(lq, tile)
     while True:
+        overlap = None if asked[1] is None or (tile != asked[0] and asked[1] > tile // 2) else asked[1]
         try:
-            if self_ensemble:
-                result = _mean_of_views(network, lq, facts, tile, overlap)
-            else:
-                result = _restore_view(network, lq, facts, tile, overlap)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).split(". ")[0]
+            result = attempt(tile, overlap)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            reason = str(error).split(". ")[0] or type(error).__name__
         else:
-            if tile != first:
-                whole = f"the whole picture ({lq.shape[-2]} x {lq.shape[-1]})" if first is None else f"tiles of {first}"
-                logger.warning(f"out of memory with {whole}; restored in tiles of {tile}. Set tile to try less at once")
+            if tile != started:
+                _tell(lq, started, tile, asked[1] != overlap)
+                memory.tile = tile
             return result
         # only here, past the except block, are the tensors of the failed attempt released
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        memory.failed = _pixels(lq, tile)
         side = min(longest, tile or longest)
         if side <= smallest:
             raise UserError(f"out of memory with tiles of {side} pixels, and smaller ones make no sense: {reason}")
         tile = max(smallest, side // 2 // facts.multiple_of * facts.multiple_of)
-        overlap = None if overlap is None or overlap > tile // 2 else overlap
 
 
-def _restore_view(network: nn.Module, lq: Tensor, facts: _Facts, tile: int | None, overlap: int | None) -> Tensor:
-    h, w = lq.shape[-2:]
-    padded = _continued(lq, facts.fit(h), facts.fit(w))
-    if tile is None or max(padded.shape[-2:]) <= tile:
-        result = _run(network, padded, facts)
+def _tell(lq: Tensor, started: int | None, tile: int, other_overlap: bool) -> None:
+    whole = f"the whole picture ({lq.shape[-2]} x {lq.shape[-1]})" if started is None else f"tiles of {started}"
+    manner = f"tiles of {tile}{' with the default overlap' if other_overlap else ''}, as are all pictures of this size"
+    logger.warning(f"out of memory with {whole}; restored in {manner}. Set tile to try less at once")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
+
+
+def _restore_view(
+    call: Call,
+    lq: Tensor,
+    facts: _Facts,
+    tile: int | None,
+    overlap: int | None,
+    flipped: tuple[bool, bool] = (False,) * 2,
+) -> Tensor:
+    """Restore the picture, or what it becomes when it is flipped along (rows, columns)."""
+    (h, w), s = lq.shape[-2:], facts.scale
+    rows, columns = (_sources(side, facts, flip).to(lq.device) for side, flip in zip((h, w), flipped, strict=True))
+    if tile is None or max(len(rows), len(columns)) <= tile:
+        result = call(_piece(lq, rows, columns))
     else:
-        result = _tiled(network, padded, facts, tile, overlap)
-    return result[..., : h * facts.scale, : w * facts.scale]
+        result = _tiled(call, lq, rows, columns, facts=facts, tile=tile, overlap=overlap)
+    return result[..., : h * s, : w * s]
 
 
-def _mean_of_views(network: nn.Module, lq: Tensor, facts: _Facts, tile: int | None, overlap: int | None) -> Tensor:
+def _mean_of_views(call: Call, lq: Tensor, facts: _Facts, tile: int | None, overlap: int | None) -> Tensor:
     """The mean over the 8 flips and transpositions, each undone after the network."""
     total: Tensor | None = None
     for transposed in (False, True):
         view = lq.mT if transposed else lq
-        for axes in ((), (-1,), (-2,), (-2, -1)):
-            result = _restore_view(network, view.flip(axes).contiguous(), facts, tile, overlap).flip(axes)
-            wide = (result.mT if transposed else result).to(torch.promote_types(result.dtype, torch.float32))
-            total = wide if total is None else total + wide
-    assert total is not None
-    return (total / 8).to(result.dtype)
+        for flipped in ((False, False), (False, True), (True, False), (True, True)):
+            result = _restore_view(call, view, facts, tile, overlap, flipped)
+            result = result.flip([axis for axis, flip in zip((-2, -1), flipped, strict=True) if flip])
+            result = result.mT if transposed else result
+            # in place, as one more picture is memory that a tile cannot have; in float32, as halves would be rounded
+            if total is None:
+                total = result.to(torch.promote_types(result.dtype, torch.float32)) / 8
+            else:
+                total.add_(result, alpha=1 / 8)
+            dtype = result.dtype
+            del result
+    return total.to(dtype)
 
 
-def _continued(image: Tensor, height: int, width: int) -> Tensor:
-    """(b, c, h, w) -> (b, c, height, width), to the right and below"""
-    below, right = height - image.shape[-2], width - image.shape[-1]
-    if below:
-        image = F.pad(image, (0, 0, 0, below), mode="reflect" if below < image.shape[-2] else "replicate")
-    if right:
-        image = F.pad(image, (0, right, 0, 0), mode="reflect" if right < image.shape[-1] else "replicate")
-    return image
+def _sources(length: int, facts: _Facts, flipped: bool) -> Tensor:
+    """Which pixel of the picture stands at each place of one axis, once it is flipped and continued."""
+    place = torch.arange(facts.fit(length))
+    if len(place) - length < length:
+        source = torch.where(place < length, place, 2 * (length - 1) - place)
+    else:
+        source = place.clamp(max=length - 1)
+    return length - 1 - source if flipped else source
 
 
-def _run(network: nn.Module, piece: Tensor, facts: _Facts) -> Tensor:
-    """One call of the network; the result on the device of ``piece``."""
-    result = network(piece if facts.device is None else piece.to(facts.device))
+def _piece(lq: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    return lq[..., rows[:, None], columns].contiguous()
+
+
+def _run(network: nn.Module, piece: Tensor, *, facts: _Facts, dtype: torch.dtype | None) -> Tensor:
+    """One call of the network; the result on the device of ``piece``, and in its dtype if another one is asked for."""
+    device = piece.device if facts.device is None else facts.device
+    cast = contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    try:
+        with cast:
+            result = network(piece.to(device))
+    except RuntimeError as error:
+        if dtype is None or _is_out_of_memory(error) or not WRONG_DTYPE.search(str(error)):
+            raise
+        name, text = str(dtype).removeprefix("torch."), str(error).splitlines()[0]
+        raise UserError(f"the network cannot compute in {name} ({text}); take float32") from error
     expected = (piece.shape[0], piece.shape[2] * facts.scale, piece.shape[3] * facts.scale)
     if (result.shape[0], *result.shape[2:]) != expected:
         shapes = f"{tuple(piece.shape)} gave {tuple(result.shape)}"
         raise ValueError(f"the network's result has not the size that its scale of {facts.scale} says: {shapes}")
-    return result.to(piece.device)
+    return result.to(piece.device, result.dtype if dtype is None else piece.dtype)
 
 
-def _tiled(network: nn.Module, image: Tensor, facts: _Facts, tile: int, overlap: int | None) -> Tensor:
+def _tiled(
+    call: Call, lq: Tensor, rows: Tensor, columns: Tensor, *, facts: _Facts, tile: int, overlap: int | None
+) -> Tensor:
     """Restore tile by tile; each pixel is the mean of the tiles that show it, weighted by how far inside it lies."""
-    rows = _spans(image.shape[-2], facts, tile, overlap)
-    columns = _spans(image.shape[-1], facts, tile, overlap)
     total: Tensor | None = None
-    for top, bottom, share_y in _shares(rows, facts):
-        for left, right, share_x in _shares(columns, facts):
-            result = _run(network, image[..., top:bottom, left:right], facts)
+    s, across = facts.scale, _shares(_spans(len(columns), facts, tile, overlap), facts)
+    for top, bottom, share_y in _shares(_spans(len(rows), facts, tile, overlap), facts):
+        for left, right, share_x in across:
+            result = call(_piece(lq, rows[top:bottom], columns[left:right]))
             if total is None:
-                h, w = (side * facts.scale for side in image.shape[-2:])
                 # half precision would round the sum
                 dtype = torch.promote_types(result.dtype, torch.float32)
-                total = torch.zeros(*result.shape[:2], h, w, dtype=dtype, device=image.device)
+                shape = (*result.shape[:2], len(rows) * s, len(columns) * s)
+                total = torch.zeros(shape, dtype=dtype, device=lq.device)
             share = (share_y[:, None] * share_x[None, :]).to(total)
-            s = facts.scale
             total[..., top * s : bottom * s, left * s : right * s] += result * share
-    assert total is not None
     return total.to(result.dtype)
 
 
 def _spans(length: int, facts: _Facts, tile: int, overlap: int | None) -> list[tuple[int, int]]:
     """Where the tiles of one axis begin and end.
 
-    They start at multiples of ``tile_multiple`` where the tile has room for that beside the overlap.
+    They start and end at multiples of ``tile_multiple`` where the tile has room for that beside the overlap, otherwise
+    of the largest part of it: of windows of 16, 32 and 64 pixels, those of 16 and 32 then lie as in the whole picture.
     """
-    step = math.lcm(facts.multiple_of, facts.tile_multiple)
-    tile = max(facts.fit(1), tile // step * step or tile // facts.multiple_of * facts.multiple_of)
-    if overlap is None:
-        overlap = _default_overlap(facts, tile)
-    if length <= tile:
+    cycle, unit = math.lcm(facts.multiple_of, facts.tile_multiple), facts.multiple_of
+    for step in (step for step in range(cycle, 0, -unit) if cycle % step == 0):
+        side = tile // step * step if step > unit else max(facts.fit(1), tile // unit * unit)
+        shared = _default_overlap(facts, side) if overlap is None else overlap
+        if side >= facts.minimum and side - shared >= step:
+            break
+    if length <= max(tile, side):
         return [(0, length)]
-    if tile - overlap < step:
-        step = facts.multiple_of
-    if tile - overlap < step:
-        raise ValueError(f"an overlap of {overlap} leaves less than {step} pixels of tiles of {tile}")
-    last = math.ceil((length - tile) / step) * step
+    if side - shared < step:
+        raise ValueError(f"an overlap of {shared} leaves less than {step} pixels of tiles of {side}")
+    last = math.ceil((length - side) / step) * step
     if length - last < facts.minimum:
         last -= step
-    starts = [*range(0, last, (tile - overlap) // step * step), last]
-    return [(start, length if start == last else start + tile) for start in starts]
+    starts = [*range(0, last, (side - shared) // step * step), last]
+    return [(start, length if start == last else start + side) for start in starts]
 
 
 def _default_overlap(facts: _Facts, tile: int) -> int:
     if facts.halo is not None and 2 * facts.halo <= tile // 2:
         return 2 * facts.halo
-    return min(tile // 4, tile - facts.multiple_of)
+    return min(tile // 4, max(0, tile - facts.multiple_of))
 
 
-def _shares(spans: list[tuple[int, int]], facts: _Facts) -> Iterator[tuple[int, int, Tensor]]:
+def _shares(spans: list[tuple[int, int]], facts: _Facts) -> list[tuple[int, int, Tensor]]:
     """Each tile of one axis with its share in every output pixel; the shares of a pixel add up to 1."""
     s = facts.scale
     weights, total = [], torch.zeros(spans[-1][1] * s, dtype=torch.float64)
@@ -248,8 +361,7 @@ def _shares(spans: list[tuple[int, int]], facts: _Facts) -> Iterator[tuple[int, 
             weight *= _ramp(len(weight), (end - spans[i + 1][0]) * s, facts).flip(0)
         weights.append(weight)
         total[start * s : end * s] += weight
-    for (start, end), weight in zip(spans, weights, strict=True):
-        yield start, end, weight / total[start * s : end * s]
+    return [(a, b, weight / total[a * s : b * s]) for (a, b), weight in zip(spans, weights, strict=True)]
 
 
 def _ramp(length: int, shared: int, facts: _Facts) -> Tensor:

@@ -16,7 +16,7 @@ from archs import ARCHS
 from models.base import Base, Batch
 from models.checkpoint import load_weights, read_checkpoint
 from models.ema import EMA
-from models.infer import restore
+from models.infer import TileMemory, inference_dtype, restore
 from models.losses import LOSSES
 from models.optim import LearningRate, build_optimizer
 from options.errors import OptionsError, UserError
@@ -40,14 +40,15 @@ class RestorationModel(Base):
         training: build losses, optimizer and moving average too.
 
     Raises:
-        OptionsError: the network cannot be built as the options say, its scale differs from the run's, or the
-            pretrained weights do not fit.
+        OptionsError: the network cannot be built as the options say, its scale differs from the run's, the pretrained
+            weights do not fit, or the device does not compute in ``val.dtype``.
     """
 
     def __init__(self, *, options: Options, device: torch.device, training: bool = True) -> None:
         self.options = options
         self.device = device
         self.iteration = 0
+        self._inference = {"dtype": inference_dtype(options.val.dtype, device), "memory": TileMemory()}
         self.network = build_network(options).to(device)
         self.ema: EMA | None = None
         self._forward: nn.Module = self.network
@@ -151,15 +152,15 @@ class RestorationModel(Base):
         return picture.to(self.device, non_blocking=True).contiguous(memory_format=layout)
 
     def predict(self, lq: Tensor) -> Tensor:
-        """See :meth:`Base.predict`; tiles and self-ensemble as ``val`` says."""
+        """See :meth:`Base.predict`; done as ``val`` says; the result lies on the device of ``lq``."""
         network, val = self.ema.network if self.ema is not None else self.network, self.options.val
         was_training = network.training
         # an average is in eval mode throughout, and keeps what it has cached
         if was_training:
             network.eval()
         try:
-            lq = lq.to(self.device)
-            return restore(network, lq, tile=val.tile, overlap=val.overlap, self_ensemble=val.self_ensemble)
+            choices = {"tile": val.tile, "overlap": val.overlap, "self_ensemble": val.self_ensemble}
+            return restore(network, lq, **choices, **self._inference)
         finally:
             if was_training:
                 network.train()

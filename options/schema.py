@@ -159,6 +159,9 @@ class ValOptions(Strict):
     tile: int | None = Field(None, ge=16, description="side of the tiles in input pixels; default: the whole picture")
     overlap: int | None = Field(None, ge=0, description="overlap of tiles in input pixels; default: from the network")
     self_ensemble: bool = Field(False, description="average over the 8 flips and rotations")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "float32", description="number format (autocast) of the network; auto: bfloat16 on a GPU that has it"
+    )
 
     @model_validator(mode="after")
     def _overlap_fits_the_tile(self) -> "ValOptions":

@@ -1,4 +1,4 @@
-"""Any size through a network, tiles that equal the whole, self-ensemble, and the way to 8 bits."""
+"""Any size through a network, tiles that equal the whole, self-ensemble, precision, and the way to 8 bits."""
 
 from itertools import pairwise
 
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.infer import restore, to_uint8
-from options.errors import UserError
+from archs.sst import SST
+from models.infer import inference_dtype, restore, to_uint8
+from options.errors import OptionsError, UserError
 
 
 class ConvNet(nn.Module):
@@ -49,20 +50,6 @@ class WindowNet(nn.Module):
             means = F.avg_pool2d(whole, side)
             x = torch.sin(3 * x) + F.interpolate(means, scale_factor=side)[..., :h, :w]
         return x
-
-
-class ForgetfulNet(ConvNet):
-    """Out of memory above a number of pixels."""
-
-    def __init__(self, limit, **facts):
-        super().__init__(**facts)
-        self.limit = limit
-
-    def forward(self, x):
-        if x.shape[-1] * x.shape[-2] > self.limit:
-            self.seen.append("out of memory")
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return super().forward(x)
 
 
 def _picture(h, w, b=1, c=3):
@@ -245,31 +232,75 @@ def test_the_self_ensemble_does_not_care_how_the_picture_lies():
     torch.testing.assert_close(torch.rot90(turned, -1, (-2, -1)), straight)
 
 
-# memory
+# precision
 
 
-@pytest.mark.parametrize("tile", [None, 64])
-def test_out_of_memory_falls_back_to_tiles_with_one_notice(tile, caplog):
-    lq = _picture(70, 90)
-    net = ForgetfulNet(limit=1000)
-    result = restore(net, lq, tile=tile)
-    torch.testing.assert_close(result, restore(ConvNet(), lq), rtol=0, atol=1e-5)
-    assert len(caplog.records) == 1
-    whole = "tiles of 64" if tile else r"the whole picture (70 x 90)"
-    assert f"out of memory with {whole}; restored in tiles of" in caplog.text
+@pytest.mark.parametrize(("name", "dtype"), [("float32", None), ("auto", None), ("bfloat16", torch.bfloat16)])
+def test_a_dtype_by_its_name_on_a_cpu(name, dtype):
+    assert inference_dtype(name, torch.device("cpu")) is dtype
 
 
-def test_the_self_ensemble_runs_out_of_memory_once_not_eight_times(caplog):
-    net = ForgetfulNet(limit=40 * 40)
-    restore(net, _picture(48, 60), self_ensemble=True)
-    assert net.seen.count("out of memory") == 1
-    assert len(caplog.records) == 1
+def test_a_dtype_that_the_device_has_no_use_for_is_refused():
+    with pytest.raises(OptionsError, match=r"val\.dtype: float16 is slower than float32 on a CPU; take bfloat16"):
+        inference_dtype("float16", torch.device("cpu"))
 
 
-def test_memory_that_never_suffices_ends_with_a_plain_message():
-    net = ForgetfulNet(limit=10)
-    with pytest.raises(UserError, match=r"out of memory with tiles of 16 pixels.*CUDA out of memory"):
-        restore(net, _picture(70, 90))
+@pytest.mark.parametrize("arguments", [{}, {"tile": 16}, {"self_ensemble": True}], ids=["whole", "tiles", "ensemble"])
+def test_a_network_in_bfloat16_returns_float32_that_is_close(arguments):
+    net, lq = ConvNet(), _picture(30, 41)
+    result, exact = restore(net, lq, dtype=torch.bfloat16, **arguments), restore(net, lq, **arguments)
+    assert result.dtype == torch.float32
+    assert 1e-4 < (result - exact).abs().max() < 2e-2
+    assert next(net.parameters()).dtype == torch.float32
+
+
+def test_what_a_network_keeps_in_float32_is_not_rounded():
+    """Autocast, not a cast of the network: the sum with the input stays as exact as the input."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+            nn.init.zeros_(self.conv.weight)
+            nn.init.zeros_(self.conv.bias)
+
+        def forward(self, x):
+            return x + self.conv(x)
+
+    lq = _picture(20, 20)
+    assert torch.equal(restore(Residual(), lq, dtype=torch.bfloat16), lq)
+
+
+def test_bfloat16_leaves_nothing_behind_in_sst():
+    """What the network caches for inference is kept apart by dtype."""
+    net = SST(dim=8, window_sizes=(4, 8), num_heads=2, n_blocks=1, ranks=4).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    lq = _picture(17, 20)
+    exact = restore(net, lq)
+    rounded = restore(net, lq, dtype=torch.bfloat16)
+    assert 0 < (rounded - exact).abs().max() < 0.05 * exact.abs().max()
+    assert torch.equal(restore(net, lq), exact)
+
+
+def test_a_network_that_cannot_compute_in_the_dtype_is_refused_in_words():
+    class Lerp(ConvNet):
+        def forward(self, x):
+            y = self.convs[0](x)[:, :3]
+            return torch.lerp(y, x, 0.5)
+
+    net = Lerp(scale=1)
+    assert restore(net, _picture(9, 9)).shape == (1, 3, 9, 9)
+    with pytest.raises(UserError, match=r"cannot compute in bfloat16 \(.*dtype.*\); take float32"):
+        restore(net, _picture(9, 9), dtype=torch.bfloat16)
+
+
+def test_an_error_that_has_nothing_to_do_with_the_dtype_passes():
+    net = ConvNet()
+    net.forward = lambda x: x.reshape(7, 7)
+    with pytest.raises(RuntimeError, match="shape"):
+        restore(net, _picture(9, 9), dtype=torch.bfloat16)
 
 
 # refusals
@@ -315,3 +346,13 @@ def test_pieces_travel_to_the_network_and_the_result_comes_back():
     result = restore(net.cuda(), lq, tile=32)
     assert result.device.type == "cpu"
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_half_precision_on_a_gpu_returns_float32_that_is_close():
+    net, lq = ConvNet().cuda(), _picture(70, 90)
+    result = restore(net, lq, tile=32, dtype=torch.float16)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, restore(net, lq), rtol=0, atol=5e-3)
+    assert inference_dtype("auto", torch.device("cuda")) in (None, torch.bfloat16)

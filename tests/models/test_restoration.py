@@ -382,11 +382,17 @@ def test_a_resumed_run_can_leave_out_the_network(make_options, make_model, batch
     [
         ("val={tile: 16, overlap: 4}", {"tile": 16, "overlap": 4}),
         ("val.self_ensemble=true", {"self_ensemble": True}),
+        ("val.dtype=bfloat16", {"dtype": torch.bfloat16}),
     ],
-    ids=["tiles", "self-ensemble"],
+    ids=["tiles", "self-ensemble", "bfloat16"],
 )
 def test_prediction_restores_as_val_says(make_options, make_model, override, settings):
     model, lq = make_model(make_options(override)), torch.rand(1, 3, 40, 24)
     result = model.predict(lq)
     torch.testing.assert_close(result, restore(model.ema.network, lq, **settings), rtol=0, atol=0)
     assert not torch.equal(result, restore(model.ema.network, lq))
+
+
+def test_a_dtype_that_the_device_has_no_use_for_ends_before_the_run(make_options, make_model):
+    with pytest.raises(OptionsError, match=r"val\.dtype: float16"):
+        make_model(make_options("val.dtype=float16"))
