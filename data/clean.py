@@ -1,23 +1,31 @@
 """Ground-truth pictures alone: the low-resolution side is made on the fly."""
 
-from typing import Any, Literal
+import logging
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from data.augment import flip_and_rotate
 from data.backends import IoBackend
 from data.dataset import Crop, ImageDataset, Phase, Small, split_key
-from data.degrade import bicubic_downsample, bicubic_downsample_crop, mod_crop
+from data.degrade import Kernel, bicubic_downsample, bicubic_downsample_crop, mod_crop
 from data.io import Alpha, Color
 from data.pairs import list_names, unique_stems
 from data.verify import Verify, verify_pictures
 from options.errors import DataError, OptionsError
 from options.registry import DATASETS, nearest
 
+logger = logging.getLogger("pellucid")
+
+_PUBLISHED = (
+    "filename_tmpl has no effect: the LQ is made from the GT. To make it as the authors of SST do, whose option files "
+    "carry this key, set kernel: pillow and downsample: patch (here: kernel {}, downsample {})"
+)
+
 
 @DATASETS.register()
 class DownsampleImageDataset(ImageDataset):
-    """GT pictures, and LQ ones reduced from them in their own bit depth, as MATLAB's bicubic does it.
+    """GT pictures, and LQ ones reduced from them, as MATLAB's bicubic (in their own bit depth) or Pillow's does it.
 
     GT pictures are cut to multiples of the scale first. With ``downsample: image`` an LQ crop equals the same crop of
     the reduced whole picture, so training sees exactly what a prepared folder would give.
@@ -30,8 +38,9 @@ class DownsampleImageDataset(ImageDataset):
         use_hflip, use_rot: flips, and flips with quarter turns, in training.
         min_texture: redraw GT crops that are smoother, see :class:`data.dataset.Crop`; 0 is off.
         small: ``"error"`` or ``"pad"``, for pictures smaller than ``gt_size``.
-        kernel: ``"matlab"``.
-        downsample: ``"image"``, or ``"patch"`` to reduce the GT crop by itself, mirrored at its own border.
+        kernel: ``"matlab"`` or ``"pillow"`` (8-bit pictures only).
+        downsample: ``"image"``, or ``"patch"`` to reduce the augmented GT crop by itself, without what is around it.
+        filename_tmpl: published option files have it; a notice says that it has no effect.
 
     Raises:
         OptionsError: a wrong option.
@@ -58,8 +67,9 @@ class DownsampleImageDataset(ImageDataset):
         verify: Verify = "headers",
         min_texture: float = 0.0,
         small: Small = "error",
-        kernel: Literal["matlab"] = "matlab",
+        kernel: Kernel = "matlab",
         downsample: Literal["image", "patch"] = "image",
+        filename_tmpl: str | None = None,
     ) -> None:
         super().__init__(
             phase=phase,
@@ -73,10 +83,12 @@ class DownsampleImageDataset(ImageDataset):
             std=std,
             verify=verify,
         )
-        for key, value, known in (("kernel", kernel, ("matlab",)), ("downsample", downsample, ("image", "patch"))):
+        for key, value, known in (("kernel", kernel, get_args(Kernel)), ("downsample", downsample, ("image", "patch"))):
             if value not in known:
                 raise OptionsError(f"{key}: {value} is not known{nearest(value, known)} ({', '.join(known)})")
-        self.downsample = downsample
+        if filename_tmpl is not None:
+            logger.warning(f"{self.name}: {_PUBLISHED.format(kernel, downsample)}")
+        self.kernel, self.downsample = kernel, downsample
         self.use_hflip, self.use_rot = use_hflip, use_rot
         self.crop = Crop(gt_size, scale, min_texture, small) if phase == "train" else None
         self.gt = self._reader(dataroot_gt)
@@ -99,11 +111,13 @@ class DownsampleImageDataset(ImageDataset):
         problem = self._size_problem(file, *gt.shape[:2])
         if problem:
             raise DataError(problem)
+        if self.kernel == "pillow" and gt.dtype != np.uint8:
+            raise DataError(f"{self.gt.path(file)} has 16 bits, but Pillow reduces 8; set kernel: matlab")
         gt = mod_crop(gt, self.scale)
         if self.crop:
             gt, lq = self._sample(gt, self._rng(epoch, index))
         else:
-            lq = bicubic_downsample(gt, self.scale)
+            lq = bicubic_downsample(gt, self.scale, kernel=self.kernel)
         path = self.gt.path(file)
         return {
             "lq": self._tensor(lq),
@@ -128,8 +142,11 @@ class DownsampleImageDataset(ImageDataset):
         top, left = self.crop.draw(gt, rng)
         side, scale = self.crop.gt_size, self.scale
         patch = gt[top : top + side, left : left + side]
+        flips = {"use_hflip": self.use_hflip, "use_rot": self.use_rot}
         if self.downsample == "patch":
-            lq = bicubic_downsample(patch, scale)
-        else:
-            lq = bicubic_downsample_crop(gt, scale, (top // scale, left // scale), (side // scale, side // scale))
-        return tuple(flip_and_rotate((patch, lq), rng, use_hflip=self.use_hflip, use_rot=self.use_rot))
+            # in the order of the authors of SST: turned by a quarter, the two passes round otherwise
+            (patch,) = flip_and_rotate((patch,), rng, **flips)
+            return patch, bicubic_downsample(patch, scale, kernel=self.kernel)
+        place, length = (top // scale, left // scale), side // scale
+        lq = bicubic_downsample_crop(gt, scale, place, (length, length), kernel=self.kernel)
+        return tuple(flip_and_rotate((patch, lq), rng, **flips))
