@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,18 @@ class IndexedDataset(Dataset):
                 random.seed(state)
                 np.random.seed(state)
                 torch.manual_seed(state)
-                return self.dataset[index]
+                return _named(self.dataset[index], index)
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+
+
+def _named(sample: Any, index: int) -> Any:
+    """BasicSR's samples carry paths, and no name."""
+    if not isinstance(sample, dict) or "name" in sample:
+        return sample
+    path = sample.get("lq_path") or sample.get("gt_path") or str(index)
+    return {**sample, "name": Path(path).stem}
 
 
 def build_dataset(options: Any) -> Dataset:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from data.io import use_one_thread
+from options import basicsr_alias
 
 # the names that options.load gives to the modules of import_paths
 _IMPORTED = "pellucid_import_"
@@ -53,11 +54,13 @@ class Sent:
 class _Imports:
     def __reduce__(self) -> tuple[Callable, tuple]:
         files = [(name, module.__file__) for name, module in sys.modules.items() if name.startswith(_IMPORTED)]
-        return _import_files, (files,)
+        return _import_files, (files, basicsr_alias.is_active())
 
 
-def _import_files(files: list[tuple[str, str]]) -> None:
+def _import_files(files: list[tuple[str, str]], alias: bool) -> None:
     """Import files in this order, under the names that another process knows them by."""
+    if alias:
+        basicsr_alias.install()
     for name, file in files:
         if name in sys.modules:
             continue

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from options import check, schema, yaml_file
+from options import basicsr_alias, check, schema, yaml_file
 from options.errors import OptionsError
 from options.registry import (
     ARCHS,
@@ -65,6 +65,8 @@ def load(path: Path, overrides: Sequence[str] = (), *, training: bool = True, de
     raw = apply_overrides(raw, overrides)
     if debug:
         raw = _debug(raw)
+    if basicsr_alias.is_wanted(raw.get("basicsr_alias")):
+        basicsr_alias.install()
     import_components(raw.get("import_paths"), Path(path).parent)
     problems, options = _validate(raw, training)
     if problems:
@@ -139,7 +141,8 @@ def _import_file(file: Path) -> None:
         spec.loader.exec_module(module)
         imported = True
     except (SyntaxError, ImportError, AlreadyRegistered) as error:
-        raise OptionsError(f"import_paths: {file} cannot be imported: {error}") from error
+        way_out = basicsr_alias.way_out(error)
+        raise OptionsError(f"import_paths: {file} cannot be imported: {error}{way_out}") from error
     finally:
         if not imported:
             del sys.modules[name]

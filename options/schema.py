@@ -217,6 +217,7 @@ class Options(Strict):
     manual_seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, order and augmentation")
     deterministic: bool = Field(False, description="only deterministic operators, at some cost in speed")
     import_paths: list[Path] = Field(default_factory=list, description="files or folders with your own components")
+    basicsr_alias: bool = Field(False, description="let files of import_paths that were written for BasicSR run")
     find_unused_parameters: bool = Field(False, description="for distributed training of networks with idle parameters")
     network_g: Component = Field(description="the network")
     datasets: dict[str, DatasetOptions] = Field(description="train, val, val_1 .., test, test_1 ..")
