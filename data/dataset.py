@@ -1,5 +1,6 @@
 """What the image datasets share: options, readers, random numbers, tensors, and the crop of a training sample."""
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -84,6 +85,13 @@ class ImageDataset(Dataset):
         if self.mean_std:
             logger.warning(f"{self.name}: {_NOT_ELSEWHERE}")
         self.problems = Problems(f"{self.name} ({phase})")
+
+    @classmethod
+    def check_arguments(cls, *, phase: Phase, scale: int, **arguments: Any) -> None:
+        """Raise OptionsError for what is wrong whatever the pictures are; called before anything is opened."""
+        if phase == "train" and "gt_size" in inspect.signature(cls).parameters:
+            given = {key: arguments[key] for key in ("min_texture", "small") if key in arguments}
+            Crop(arguments.get("gt_size"), scale, **given)
 
     def preload(self) -> None:
         """With the memory backend, read everything now, so that workers forked later share it."""

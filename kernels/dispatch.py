@@ -121,6 +121,23 @@ def use_backend(op: str, name: str | None = None) -> Iterator[None]:
         _in_use.remove(entry)
 
 
+def check_environment() -> None:
+    """See that the environment variables name operators and backends that there are.
+
+    Raises:
+        ValueError: one does not; the nearest and all known names are in the message.
+    """
+    for variable, value in os.environ.items():
+        name = value.strip().lower()
+        if variable == ENVIRONMENT and name:
+            _check_name(name, (*BACKENDS, AUTO), "backend", f", asked for by {variable}={value}")
+        elif variable.startswith(f"{ENVIRONMENT}_"):
+            op = variable.removeprefix(f"{ENVIRONMENT}_").lower()
+            _check_name(op, _folders(), "operator", f" in the name of {variable}")
+            if name:
+                _check_name(name, (*_names(op), AUTO), f"backend of {op}", f", asked for by {variable}={value}")
+
+
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """Arithmetic in the dtype of the tensors, whatever autocast says outside."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
@@ -215,10 +232,13 @@ def _requests(op: str, argument: str | None) -> list[tuple[str, str, bool]]:
 
 def _backends(op: str) -> tuple[Backend, ...]:
     if op not in _OPS:
-        folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
-        _check_name(op, folders, "operator")
+        _check_name(op, _folders(), "operator")
         importlib.import_module(f"kernels.{op}")
     return _OPS[op]
+
+
+def _folders() -> list[str]:
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
 
 
 def _names(op: str) -> list[str]:

@@ -82,6 +82,8 @@ def check_sample(model: Base, sample: Mapping[str, Any]) -> None:
     try:
         with torch.no_grad():
             pred = model.network.eval()(lq.to(model.device))
+    except dispatch.KernelUnavailable as error:
+        raise OptionsError(str(error)) from error
     except (ValueError, RuntimeError) as error:
         text = str(error).splitlines()[0]
         raise OptionsError(

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from archs import ARCHS
+from kernels import dispatch
 from models.base import Base, Batch
 from models.checkpoint import load_weights, read_checkpoint
 from models.ema import EMA
+from models.facts import wrong_facts
 from models.infer import TileMemory, inference_dtype, restore
 from models.losses import LOSSES
 from models.optim import LearningRate, build_optimizer
@@ -232,9 +234,14 @@ def build_network(options: Options) -> nn.Module:
     """Build the run's network.
 
     Raises:
-        OptionsError: the constructor refuses its arguments, or the network's scale is not the run's.
+        OptionsError: the constructor refuses its arguments, the network's scale is not the run's, it states something
+            about itself that cannot be meant, or the environment asks for a kernel that there is not.
     """
     name = options.network_g.type
+    try:
+        dispatch.check_environment()
+    except ValueError as error:
+        raise OptionsError(str(error)) from error
     try:
         network = ARCHS.build(options.network_g.spec())
     except (ValueError, TypeError, RuntimeError, MemoryError, OverflowError) as error:
@@ -242,10 +249,9 @@ def build_network(options: Options) -> nn.Module:
     if not hasattr(network, "scale"):
         logger.warning(f"{name} does not state its scale: {options.scale} is assumed, as the options say")
         network.scale = options.scale
-    if not isinstance(network.scale, int):
-        kind = type(network.scale).__name__
-        text = f"the attribute scale of {name} is a {kind}, but it must say by how much the network enlarges"
-        raise OptionsError(f"network_g: {text}; give what it holds another name")
+    wrong = wrong_facts(network)
+    if wrong:
+        raise OptionsError("network_g: " + "; ".join(wrong))
     if network.scale != options.scale:
         raise OptionsError(f"scale is {options.scale}, but the network {name} enlarges by {network.scale}")
     return network

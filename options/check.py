@@ -5,21 +5,38 @@ against the constructor of that type, the values against its annotations.
 """
 
 import inspect
+import re
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
+from options.errors import OptionsError
 from options.registry import Registry, UnknownName, nearest, takes_options_dict, wrong_arguments
 
 # an infinite or undefined number is never what was meant
 _STRICT = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+# what a constructor may raise for want of weights, or of anything else that is there when the run builds it
+_LEFT_TO_THE_RUN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+)
 Problem = tuple[tuple[str | int, ...], str]
 
 
-def component(registry: Registry, spec: Any, path: tuple[str | int, ...], given: Iterable[str] = ()) -> list[Problem]:
+def component(
+    registry: Registry, spec: Any, path: tuple[str | int, ...], given: Iterable[str] = (), *, also: Iterable[str] = ()
+) -> list[Problem]:
     """Check one component.
 
     Args:
@@ -27,6 +44,7 @@ def component(registry: Registry, spec: Any, path: tuple[str | int, ...], given:
         spec: what the option file says; anything but a mapping is left to the schema.
         path: the place in the option file.
         given: arguments that the program provides, so that the file need not.
+        also: keys that the section may have besides, to suggest for a misspelt one.
 
     Returns:
         a pair (place, message) for each problem.
@@ -46,8 +64,55 @@ def component(registry: Registry, spec: Any, path: tuple[str | int, ...], given:
     if takes_options_dict(entry):
         return []
     values = {key: value for key, value in spec.items() if key != "type"}
-    problems = [((*path, key), text) for key, text in wrong_arguments(entry, values, tuple(given))]
+    problems = [((*path, key), text) for key, text in wrong_arguments(entry, values, tuple(given), tuple(also))]
     return problems + _values(entry, values, path)
+
+
+def network(registry: Registry, spec: Any, *, scale: int) -> list[Problem]:
+    """What the constructor of a network refuses, found by building it without any memory for its weights.
+
+    Only a ValueError counts: whatever else a constructor meets there may be due to the missing weights.
+
+    Args:
+        registry: where ``type`` is looked up.
+        spec: the section, which :func:`component` found nothing against.
+        scale: of the run; 0 where it is not known.
+    """
+    if not isinstance(spec, Mapping):
+        return []
+    import torch
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            built = registry.build(spec)
+    except ValueError as error:
+        return [(_named(str(error), spec, ("network_g",)), str(error))]
+    except _LEFT_TO_THE_RUN:
+        return []
+    own = getattr(built, "scale", None)
+    if type(own) is int and scale and own != scale:
+        return [(("network_g",), f"scale is {scale}, but the network {spec['type']} enlarges by {own}")]
+    return []
+
+
+def dataset_arguments(registry: Registry, spec: Mapping[str, Any], path: tuple, *, phase: str, scale: int) -> list:
+    """What a data set says about its arguments before it opens a folder, where its class can (``check_arguments``)."""
+    hook = getattr(registry.get(spec["type"]), "check_arguments", None)
+    if hook is None:
+        return []
+    try:
+        hook(phase=phase, scale=scale, **{key: value for key, value in spec.items() if key != "type"})
+    except OptionsError as error:
+        key, colon, text = str(error).partition(": ")
+        return [((*path, key), text)] if colon else [(path, key)]
+    return []
+
+
+def _named(text: str, spec: Mapping[str, Any], path: tuple) -> tuple:
+    """The place of the first argument that a message names."""
+    named = (word for word in re.findall(r"\w+", text) if word in spec)
+    return next(((*path, word) for word in named), path)
 
 
 def _values(entry: Callable[..., Any], values: Mapping[str, Any], path: tuple) -> list[Problem]:

@@ -1,7 +1,6 @@
 """From the command line to frozen options: every error of a file at once, with its place and the nearest known key."""
 
 import argparse
-import copy
 import importlib.util
 import logging
 import os
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from options import basicsr_alias, check, schema, yaml_file
 from options.errors import OptionsError
+from options.overrides import apply_overrides, report
 from options.registry import (
     ARCHS,
     DATASETS,
@@ -70,29 +70,10 @@ def load(path: Path, overrides: Sequence[str] = (), *, training: bool = True, de
     import_components(raw.get("import_paths"), Path(path).parent)
     problems, options = _validate(raw, training)
     if problems:
-        raise OptionsError(_report(path, problems, lines))
+        raise OptionsError(report(path, problems, lines, overrides))
     for place, why in inert_keys(options):
         logger.warning(f"{place} has no effect: {why}")
     return options.model_copy(update={"file": Path(path)})
-
-
-def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return ``raw`` with ``key.sub=value`` applied; values are typed like YAML and never evaluated as code."""
-    changed = copy.deepcopy(dict(raw))
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        steps = key.replace(":", ".").split(".")
-        if not equals or not all(steps):
-            raise OptionsError(f"the override {text!r} must read key.sub=value")
-        section = changed
-        for step in steps[:-1]:
-            if section.get(step) is None:
-                section[step] = {}
-            section = section[step]
-            if not isinstance(section, dict):
-                raise OptionsError(f"the override {text!r} goes through {step}, which is a value, not a section")
-        section[steps[-1]] = yaml_file.value_of(value, key)
-    return changed
 
 
 def import_components(paths: Any, base: Path) -> None:
@@ -209,6 +190,7 @@ def _whole(value: Any, default: int) -> int:
 
 def _components(raw: Mapping[str, Any]) -> list[check.Problem]:
     problems = check.component(ARCHS, raw.get("network_g"), ("network_g",))
+    problems += [] if problems else check.network(ARCHS, raw.get("network_g"), scale=_whole(raw.get("scale", 1), 0))
     if isinstance(raw.get("model_type"), str) and raw["model_type"] not in MODELS:
         hint = nearest(raw["model_type"], MODELS) or "."
         text = f"unknown model {raw['model_type']}{hint} Known: {', '.join(MODELS.names())}"
@@ -226,18 +208,18 @@ def _components(raw: Mapping[str, Any]) -> list[check.Problem]:
         problems += check.component(METRICS, own, ("val", "metrics", key), ("img", "img2"))
     for key, dataset in _items(raw.get("datasets")):
         if isinstance(dataset, Mapping):
-            own = {k: v for k, v in dataset.items() if k == "type" or k not in schema.DatasetOptions.model_fields}
-            problems += [
-                (place, text if "did you mean" in text else _loader_key(place[-1], text))
-                for place, text in check.component(DATASETS, own, ("datasets", key), GIVEN_TO_DATASETS)
-            ]
+            problems += _dataset(str(key), dataset, _whole(raw.get("scale", 1), 1))
     return problems
 
 
-def _loader_key(key: Any, text: str) -> str:
-    """A misspelt key of the loader's, not of the data set's."""
-    suggestion = nearest(str(key), [k for k in schema.DatasetOptions.model_fields if k not in GIVEN_TO_DATASETS])
-    return f"unknown option{suggestion}" if suggestion and text.startswith("unknown") else text
+def _dataset(key: str, dataset: Mapping[str, Any], scale: int) -> list[check.Problem]:
+    loader_keys = [name for name in schema.DatasetOptions.model_fields if name not in (*GIVEN_TO_DATASETS, "type")]
+    own = {k: v for k, v in dataset.items() if k == "type" or k not in schema.DatasetOptions.model_fields}
+    problems = check.component(DATASETS, own, ("datasets", key), GIVEN_TO_DATASETS, also=loader_keys)
+    phase = schema.phase_of(key)
+    if problems or phase not in PHASES:
+        return problems
+    return check.dataset_arguments(DATASETS, own, ("datasets", key), phase=phase, scale=scale or 1)
 
 
 def _items(section: Any) -> list[tuple[Any, Any]]:
@@ -331,16 +313,3 @@ def _without_echoes(problems: list[check.Problem]) -> list[check.Problem]:
             kept.append((place, text))
             places.add(place)
     return kept
-
-
-def _report(path: Path, problems: list[check.Problem], lines: yaml_file.Lines) -> str:
-    def line(place: tuple) -> int | None:
-        while place and tuple(place) not in lines:
-            place = place[:-1]
-        return lines.get(tuple(place))
-
-    rows = sorted(((line(place) or 0, ".".join(map(str, place)), text) for place, text in problems))
-    count = f"{len(rows)} mistake{'s' if len(rows) > 1 else ''} in {path}; nothing was created"
-    return "\n".join(
-        [count, *(f"  line {at}: {place}: {text}" if at else f"  {place}: {text}" for at, place, text in rows)]
-    )

@@ -29,9 +29,12 @@ class AlreadyRegistered(ValueError):
 
 
 def nearest(word: str, known: object, cutoff: float = 0.6) -> str:
-    """``"; did you mean x?"`` for the nearest of ``known``, or an empty string."""
+    """``"; did you mean x?"`` for the one of ``known`` that begins with ``word``, or the nearest; else nothing."""
+    word = str(word)
     names = {str(name).lower(): str(name) for name in known}
-    match = difflib.get_close_matches(str(word).lower(), list(names), n=1, cutoff=cutoff)
+    match = [name for name in names if len(word) > 3 and name.startswith(word.lower())]
+    if len(match) != 1:
+        match = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=cutoff)
     return f"; did you mean {names[match[0]]}?" if match else ""
 
 
@@ -124,12 +127,12 @@ class Registry:
 
 
 def wrong_arguments(
-    entry: Callable[..., Any], arguments: Collection[str], given: Collection[str] = ()
+    entry: Callable[..., Any], arguments: Collection[str], given: Collection[str] = (), also: Collection[str] = ()
 ) -> list[tuple[str, str]]:
     """(argument, message) for each one that ``entry`` does not take, and each that it misses.
 
     An argument that is missing only because it is misspelt is told once. ``given`` are provided by the program: they
-    are neither missing nor suggested.
+    are neither missing nor suggested; ``also`` are keys of others in the same place, to suggest.
     """
     parameters = inspect.signature(entry).parameters
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -137,7 +140,7 @@ def wrong_arguments(
     own = [name for name in named if name not in given]
     problems, meant = [], set()
     for key in (key for key in arguments if key not in named and not free):
-        hint = nearest(key, own)
+        hint = nearest(key, [*own, *also])
         meant.add(hint[len("; did you mean ") : -1])
         problems.append((key, f"unknown argument of {entry.__name__}{hint or '; it takes ' + ', '.join(own)}"))
     missing = [n for n in own if named[n].default is named[n].empty and n not in arguments and n not in meant]

@@ -369,31 +369,3 @@ def test_the_message_gives_lines_of_the_file(load_file, right, tmp_path):
         load_file(right)
     line = next(i for i, text in enumerate((tmp_path / "run.yml").read_text().splitlines(), 1) if "print_frek" in text)
     assert f"line {line}: logger.print_frek: unknown option; did you mean print_freq?" in str(error.value)
-
-
-def test_a_shipped_file_has_a_head_and_its_own_name():
-    from pathlib import Path
-
-    files = sorted(Path("options").glob("*/*/*.yml"))
-    assert files
-    for file in files:
-        assert file.read_text(encoding="utf-8").startswith("# "), f"{file} says nothing about itself"
-        training = file.parts[1] == "train"
-        options = load.load(file, ["path.pretrain_network_g=~"], training=training)
-        assert options.name == file.stem, file
-        assert yaml.safe_load(file.read_text(encoding="utf-8"))["num_gpu"] in ("auto", 0), file
-
-
-def test_the_quickstart_is_tested_as_it_was_trained():
-    from pathlib import Path
-
-    training, test = (
-        yaml.safe_load(Path("options", kind, "sr/sst_quickstart_x2.yml").read_text(encoding="utf-8"))
-        for kind in ("train", "test")
-    )
-    for key in ("network_g", "scale", "name"):
-        assert test[key] == training[key]
-    for key in ("metrics", "baseline"):
-        assert test["val"][key] == training["val"][key]
-    assert test["datasets"]["test"] == training["datasets"]["val"]
-    assert test["path"]["pretrain_network_g"] == f"experiments/{training['name']}/models/net_g_latest.pth"

@@ -37,19 +37,16 @@ def test_every_published_network_has_its_files():
 def test_a_file_loads_and_its_network_has_the_published_number_of_parameters(name):
     training = load.load(ROOT / f"options/train/sr/{name}.yml", ["path.pretrain_network_g=~"])
     test = load.load(ROOT / f"options/test/sr/{name}.yml", ["path.pretrain_network_g=~"], training=False)
+    assert training.file.read_text(encoding="utf-8").startswith("# ")
+    assert (training.name, test.name, training.num_gpu) == (name, name, "auto")
     assert test.network_g == training.network_g
     with torch.device("meta"):
         network = ARCHS.build(training.network_g.spec())
     count = sum(parameter.numel() for parameter in network.parameters())
     assert count == COUNTS[name.split("_")[0]][training.scale - 2]
     # whole windows fill the patch, so that nothing is continued by reflection in training
-    assert all(
-        training.datasets["train"].arguments()["gt_size"] // training.scale % w == 0 for w in network_windows(test)
-    )
-
-
-def network_windows(options):
-    return options.network_g.arguments()["window_sizes"]
+    patch = training.datasets["train"].arguments()["gt_size"] // training.scale
+    assert all(patch % window == 0 for window in training.network_g.arguments()["window_sizes"])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("X2")])
@@ -85,3 +82,32 @@ def test_an_edited_file_is_named_and_never_replaced_unasked(some_files):
 def test_force_restores_the_files(some_files):
     assert sorted(write(some_files, force=True)) == [f"options/{kind}/sr/SST_DF2K_X2.yml" for kind in ("test", "train")]
     assert differences(some_files) == []
+
+
+def test_a_file_beside_them_has_a_head_and_its_own_name():
+    generated = set(files())
+    files = [
+        file
+        for file in sorted((ROOT / "options").glob("*/*/*.yml"))
+        if file.relative_to(ROOT).as_posix() not in generated
+    ]
+    assert files
+    for file in files:
+        assert file.read_text(encoding="utf-8").startswith("# "), f"{file} says nothing about itself"
+        training = file.parent.parent.name == "train"
+        options = load.load(file, ["path.pretrain_network_g=~"], training=training)
+        assert options.name == file.stem, file
+        assert yaml.safe_load(file.read_text(encoding="utf-8"))["num_gpu"] in ("auto", 0), file
+
+
+def test_the_quickstart_is_tested_as_it_was_trained():
+    training, test = (
+        yaml.safe_load((ROOT / "options" / kind / "sr/sst_quickstart_x2.yml").read_text(encoding="utf-8"))
+        for kind in ("train", "test")
+    )
+    for key in ("network_g", "scale", "name"):
+        assert test[key] == training[key]
+    for key in ("metrics", "baseline"):
+        assert test["val"][key] == training["val"][key]
+    assert test["datasets"]["test"] == training["datasets"]["val"]
+    assert test["path"]["pretrain_network_g"] == f"experiments/{training['name']}/models/net_g_latest.pth"
