@@ -88,7 +88,7 @@ def test_typos_end_with_code_2_and_create_nothing(small, command, tmp_path):
 def test_a_constructor_s_refusal_ends_with_code_2(small, command, tmp_path):
     code, printed = command("train.py", small, "network_g.num_heads=3")
     assert code == 2
-    assert "network_g: " in printed
+    assert "the override network_g.num_heads=3: network_g.num_heads: num_heads must divide dim=16" in printed
     assert "Traceback" not in printed
     assert not (tmp_path / "out").exists()
 

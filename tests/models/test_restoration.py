@@ -281,14 +281,19 @@ def test_a_compiled_network_trains_to_the_same_weights(make_options, make_model,
     assert not any("_orig_mod" in key for key in two.weights()["params"])
 
 
-def test_a_network_that_cannot_be_built_is_the_options_mistake(make_options, make_model):
-    with pytest.raises(OptionsError, match=r"network_g: .*dim=16.*3"):
-        make_model(make_options("network_g.num_heads=3"))
-
-
-def test_another_scale_than_the_network_s_is_refused(make_options, make_model):
-    with pytest.raises(OptionsError, match="scale is 2, but the network SST enlarges by 3"):
-        make_model(make_options("network_g.upscaling_factor=3"))
+@pytest.mark.parametrize(
+    ("argument", "value", "told"),
+    [
+        ("num_heads", 3, r"network_g: .*dim=16.*3"),
+        ("upscaling_factor", 3, "scale is 2, but the network SST enlarges by 3"),
+    ],
+)
+def test_a_network_that_cannot_be_as_the_options_say_is_their_mistake(make_options, make_model, argument, value, told):
+    # the loader would tell these first
+    options = make_options()
+    network = options.network_g.model_validate({**options.network_g.spec(), argument: value})
+    with pytest.raises(OptionsError, match=told):
+        make_model(options.model_copy(update={"network_g": network}))
 
 
 def test_the_guard_can_be_off(make_options, make_model, batches):

@@ -1,7 +1,6 @@
 """A file becomes frozen options, or every mistake in it is told at once."""
 
 import pytest
-import yaml
 
 from options import load
 from options.errors import OptionsError

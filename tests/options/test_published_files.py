@@ -85,14 +85,10 @@ def test_force_restores_the_files(some_files):
 
 
 def test_a_file_beside_them_has_a_head_and_its_own_name():
-    generated = set(files())
-    files = [
-        file
-        for file in sorted((ROOT / "options").glob("*/*/*.yml"))
-        if file.relative_to(ROOT).as_posix() not in generated
-    ]
-    assert files
-    for file in files:
+    generated = {ROOT / name for name in files()}
+    others = sorted(set((ROOT / "options").glob("*/*/*.yml")) - generated)
+    assert others
+    for file in others:
         assert file.read_text(encoding="utf-8").startswith("# "), f"{file} says nothing about itself"
         training = file.parent.parent.name == "train"
         options = load.load(file, ["path.pretrain_network_g=~"], training=training)
