@@ -1,1 +1,1 @@
-"""Tools, run as python -m scripts.name."""
+"""Tools, run as ``python -m scripts.<name>``."""

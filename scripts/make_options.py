@@ -186,6 +186,7 @@ def _training_set(setting: Setting) -> str:
     use_rot: true
     batch_size_per_gpu: {setting.batch}
     num_worker_per_gpu: 4
+    prefetch_mode: cuda
     pin_memory: true"""
 
 

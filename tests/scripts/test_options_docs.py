@@ -18,8 +18,8 @@ def text():
         "| `num_gpu` | whole number, at least 0 or auto | auto | 0: CPU; auto: one GPU where there is one |",
         "| `train.nan_guard` | stop or skip or off | stop | at a loss or gradient that is not finite |",
         "| `val.self_ensemble` | true or false | false | average over the 8 flips and rotations |",
-        "| `logger.keep_checkpoints` | whole number, at least 1 or ~ | ~ | newest checkpoints to keep, besides the best; "
-        "default: all |",
+        "| `logger.keep_checkpoints` | whole number, at least 1 or ~ | ~ | newest checkpoints to keep, "
+        "besides the best; default: all |",
         "| `path.root` | path or ~ | ~ | folder of experiments/, results/ and tb_logger/; default: here |",
         "| `ranks` | whole number or list of (whole number or ~) or ~ | ~ |",
         "| `kernel` | matlab or pillow | matlab |",
