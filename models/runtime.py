@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kernels.dispatch import KernelUnavailable
 from options.errors import OptionsError, UserError
 from options.schema import Options
 
@@ -61,6 +62,9 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except KernelUnavailable as error:
+        _tell(str(error))
+        return OptionsError.exit_code
     except torch.OutOfMemoryError as error:
         ways = "lower datasets.train.batch_size_per_gpu or gt_size, or set train.use_checkpointing or train.use_amp"
         _tell(f"the device is out of memory; {ways}, or val.tile in validation ({error})")

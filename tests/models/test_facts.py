@@ -72,3 +72,11 @@ def test_a_kernel_that_there_is_not_is_told_in_its_own_words(small, command, mon
     assert code == 2
     assert told in " ".join(printed.split())
     assert "does not take the data" not in printed
+
+
+def test_so_it_is_in_a_test(small, command, monkeypatch):
+    monkeypatch.setenv("PELLUCID_KERNELS", "flash")
+    code, printed = command("test.py", small)
+    assert code == 2
+    assert "error: window_attention: the backend flash, asked for by PELLUCID_KERNELS=flash, cannot run" in printed
+    assert "Traceback" not in printed
