@@ -1,0 +1,1 @@
+"""Tools, run as ``python -m scripts.<name>``."""
