@@ -85,7 +85,7 @@ class Cache:
             if self.closed:
                 return
         self.closed = True
-        logger.info(f"{self.name}: {len(self)} pictures are kept in memory, {self.used / _MIB:,.0f} MiB")
+        logger.info(f"{self.name}: all {len(self)} pictures are kept in memory, {self.used / _MIB:,.0f} MiB")
 
     def _bytes(self) -> float:
         """The limit of this process in bytes."""

@@ -285,7 +285,9 @@ def _headers(source: Source, names: list[str], grid: Grid) -> dict[str, Header]:
     problems.raise_if_any()
     if small:
         done = "kept whole" if grid.small == "keep" else "left out"
-        logger.warning(f"{source.root}: {len(small)} pictures smaller than {grid.size} are {done} ({small[0]}, ...)")
+        logger.warning(
+            f"{source.root}: smaller than {grid.size} and {done}: {len(small)} ({small[0]}{', ...' * (len(small) > 1)})"
+        )
     return headers
 
 

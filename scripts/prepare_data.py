@@ -78,10 +78,10 @@ def lr(args: argparse.Namespace) -> None:
     cut = make_lr(source, args.output, args.scale, tmpl=tmpl, **settings)
     if cut:
         print(
-            f"{len(cut)} pictures are no multiples of {args.scale}: their last rows or columns are left out "
+            f"{_pictures(len(cut))} not a multiple of {args.scale}: the last rows or columns are left out "
             f"({', '.join(cut[:3])}{', ...' if len(cut) > 3 else ''}); paired data sets crop the GT alike"
         )
-    print(f"{len(source.names())} pictures in {args.output}; in option files: filename_tmpl: '{tmpl}'")
+    print(f"{_pictures(len(source.names()))} in {args.output}; in option files: filename_tmpl: '{tmpl}'")
 
 
 def lmdb(args: argparse.Namespace) -> None:
@@ -96,7 +96,7 @@ def lmdb(args: argparse.Namespace) -> None:
     settings = {"names": names, "replace_dots": args.replace_dots, "threads": args.workers}
     written = write_lmdb(source, args.output, **settings, watch=watch)
     print(
-        f"{written.pictures} pictures in {args.output}, {written.unchanged} of them as their PNG files are, the others "
+        f"{_pictures(written.pictures)} in {args.output}, {written.unchanged} of them as their PNG files are, the others "
         f"encoded as PNG; {written.size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
     )
 
@@ -116,7 +116,7 @@ def meta(args: argparse.Namespace) -> None:
         write_whole(file, "".join(lines).encode("utf-8"))
     except OSError as error:
         raise DataError(f"cannot write {file}: {error.strerror or error}") from error
-    print(f"{len(lines)} pictures listed in {file}")
+    print(f"{_pictures(len(lines))} listed in {file}")
 
 
 def _look(source: Source, problems: Problems, args: argparse.Namespace) -> dict[str, Header]:
@@ -127,7 +127,7 @@ def _look(source: Source, problems: Problems, args: argparse.Namespace) -> dict[
             problems.add(error)
             del headers[name]
     sizes = sorted(((h.height, h.width) for h in headers.values()), key=lambda size: size[0] * size[1])
-    print(f"{source.root}: {len(headers)} readable pictures")
+    print(f"{source.root}: {_pictures(len(headers))}, readable")
     if not sizes:
         return headers
     smallest, middle, largest = (f"{h}x{w}" for h, w in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
@@ -204,6 +204,10 @@ def _decode(source: Source, names: list[str], workers: int) -> Iterator[tuple[st
 
 def _channels(count: int) -> str:
     return {1: "grey", 2: "grey with alpha", 3: "RGB", 4: "RGB with alpha"}[count]
+
+
+def _pictures(count: int) -> str:
+    return f"{count} picture{'s' * (count != 1)}"
 
 
 def _open(folder: str) -> Source:
