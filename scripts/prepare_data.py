@@ -96,8 +96,8 @@ def lmdb(args: argparse.Namespace) -> None:
     settings = {"names": names, "replace_dots": args.replace_dots, "threads": args.workers}
     written = write_lmdb(source, args.output, **settings, watch=watch)
     print(
-        f"{_pictures(written.pictures)} in {args.output}, {written.unchanged} of them as their PNG files are, the others "
-        f"encoded as PNG; {written.size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
+        f"{_pictures(written.pictures)} in {args.output}, {written.unchanged} of them as their PNG files are, the "
+        f"others encoded as PNG; {written.size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
     )
 
 

@@ -29,12 +29,14 @@ def folder(tmp_path, noise):
         ("rgb.png", (9, 11, 3), np.uint8),
         ("deep.png", (9, 11, 3), np.uint16),
         ("grey.png", (9, 11), np.uint8),
-        ("sub/rgba.png", (9, 11, 4), np.uint8),
         ("photo.jpg", (16, 16, 3), np.uint8),
         ("deep.grey.tif", (9, 11), np.uint16),
     ]:
         write_image(root / name.replace("deep.grey", "deepgrey"), noise(shape, dtype))
+    (root / "sub").mkdir()
+    # files that our own encoder would not write like this
     Image.fromarray(noise((9, 11, 2)), "LA").save(root / "greyalpha.png")
+    Image.fromarray(np.tile(noise((3, 3, 4)), (3, 4, 1))).save(root / "sub" / "rgba.png", compress_level=9)
     return root
 
 
@@ -73,7 +75,7 @@ def test_the_reader_of_basicsr_finds_every_picture(folder, tmp_path):
         for key in keys:
             picture = cv2.imdecode(np.frombuffer(transaction.get(key.encode("ascii")), np.uint8), cv2.IMREAD_COLOR)
             assert picture.shape[2] == 3
-    assert "sub/rgba.png (9,11,4) 1" in (target / "meta_info.txt").read_text().splitlines()
+    assert "sub/rgba.png (9,12,4) 1" in (target / "meta_info.txt").read_text().splitlines()
 
 
 def test_the_map_grows_with_the_pictures_and_the_file_is_no_larger_than_they_need(tmp_path, noise, monkeypatch):

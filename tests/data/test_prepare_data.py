@@ -1,6 +1,7 @@
 """python -m scripts.prepare_data: what it makes, what it refuses, and how it goes on after an interruption."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -39,7 +40,9 @@ def tool(capfd):
         printed = capfd.readouterr()
         return code, printed.out + printed.err
 
-    return call
+    before = signal.getsignal(signal.SIGTERM)
+    yield call
+    signal.signal(signal.SIGTERM, before)
 
 
 def through(items, _):
@@ -111,6 +114,7 @@ def test_pairs_are_cut_at_the_same_places_into_equally_many_files_of_the_same_na
     [
         (("0001x2", "ax2bx2"), ["0001_s001.png", "ax2b_s001.png"]),
         (("0001x2", "0002"), ["0001x2_s001.png", "0002_s001.png"]),
+        (("0001x2", "0002x4"), ["0001x2_s001.png", "0002x4_s001.png"]),
         (("x2", "ax2"), ["ax2_s001.png", "x2_s001.png"]),
         (("0001x5",), ["0001x5_s001.png"]),
     ],
