@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     done = progress.resume(state, model) if state else progress.Progress()
 
     (training_set,) = options.phase("train").values()
-    train_loader = data.build_loader(training_set, start=done.samples)
+    train_loader = data.build_loader(training_set, start=done.samples, device=device)
     val_loaders = {dataset.name: data.build_loader(dataset) for dataset in options.phase("val").values()}
     plan.check_sample(model, train_loader.dataset[0])
     sets = {name: len(loader.dataset) for name, loader in val_loaders.items()}

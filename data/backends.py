@@ -1,4 +1,4 @@
-"""Where encoded pictures lie, disk or LMDB, and a reader over it that may keep them in memory.
+"""Where encoded pictures lie, disk or LMDB, and a reader over it that may keep them in memory (data.cache).
 
 A source is any object with the five members of :class:`Source`. Names are relative POSIX paths with an extension.
 The order of names is natural ("2.png" before "10.png"), the same on every machine.
@@ -19,6 +19,7 @@ import numpy as np
 # pydantic reads the one of typing from Python 3.12 on only
 from typing_extensions import TypedDict
 
+from data.cache import Cache, Kept
 from data.headers import Header, HeaderError, find_damage, read_header
 from data.io import EXTENSIONS, decode, remove_alpha
 from options.errors import DataError, OptionsError
@@ -26,18 +27,19 @@ from options.registry import nearest
 
 _TRIES = 3
 _HOPELESS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
-_BACKENDS = {"disk": set(), "lmdb": set(), "memory": {"keep"}}
+_BACKENDS = {"disk": set(), "lmdb": set(), "memory": {"keep", "limit"}}
 # LMDB refuses to open a database twice in one process: path -> (process, environment)
 _ENVIRONMENTS: dict[str, tuple[int, Any]] = {}
 
 
 class IoBackend(TypedDict, total=False):
-    """Where encoded pictures lie; ``keep`` belongs to ``memory``."""
+    """Where encoded pictures lie; ``keep`` and ``limit`` (MiB) belong to ``memory``."""
 
     # unknown keys are refused when options are checked, too
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
     type: Literal["disk", "memory", "lmdb"]
     keep: Literal["decoded", "encoded"]
+    limit: int
     # published files repeat the roots of an LMDB here
     db_paths: list[str] | str
     client_keys: list[str] | str
@@ -196,32 +198,24 @@ class LmdbSource:
 class ImageReader:
     """Pictures of one source, decoded, without transparency.
 
-    With ``io_backend: {type: memory, keep: decoded | encoded}`` each picture is read once and then kept. Worker
-    processes that are forked share what was loaded before them; spawned ones load for themselves.
-
     Args:
         source: where the encoded pictures are.
-        io_backend: the user's option.
         alpha: policy of :func:`data.io.remove_alpha`.
+        cache: keeps what was read, as pixels or as bytes; several readers may share it.
     """
 
-    def __init__(self, source: Source, io_backend: Mapping[str, Any] | None = None, alpha: str = "error") -> None:
-        options = io_backend or {}
-        self.source = source
-        self.alpha = alpha
-        self.keep = options.get("keep", "decoded") if options.get("type") == "memory" else None
-        if self.keep not in (None, "decoded", "encoded"):
-            raise OptionsError(f"io_backend.keep: {self.keep} is not known (decoded, encoded)")
-        self._kept: dict[str, Any] = {}
+    def __init__(self, source: Source, alpha: str = "error", *, cache: Cache | None = None) -> None:
+        self.source, self.alpha, self.cache = source, alpha, cache
 
     def __call__(self, name: str) -> np.ndarray:
         """``(h, w, 1 or 3)``, uint8 or uint16; read-only where it is kept in memory."""
-        if self.keep == "decoded" and name in self._kept:
-            return self._kept[name]
-        image = remove_alpha(decode(self._encoded(name), self.path(name)), self.alpha, self.path(name))
-        if self.keep == "decoded":
-            image.flags.writeable = False
-            self._kept[name] = image
+        if self.cache is None or self.cache.keep == "encoded":
+            return self._decoded(name)
+        image = self.cache.get(self._key(name))
+        if image is None:
+            kept = self.to_keep(name)
+            self.cache.put(kept)
+            image = kept.value
         return image
 
     def path(self, name: str) -> str:
@@ -241,23 +235,30 @@ class ImageReader:
             raise DataError(f"cannot read {self.path(name)}: {damage}")
         return header
 
-    def preload(self, names: list[str]) -> None:
-        """Read what is to be kept in memory, so that processes forked afterwards share it."""
-        for name in names:
-            if self.keep == "decoded":
-                self(name)
-            elif self.keep == "encoded":
-                self._encoded(name)
+    def to_keep(self, name: str) -> Kept:
+        """What the cache is to keep of a picture, read now."""
+        if self.cache.keep == "encoded":
+            data = self.source.read(name)
+            return Kept(self._key(name), data, len(data))
+        image = self._decoded(name)
+        image.flags.writeable = False
+        return Kept(self._key(name), image, image.nbytes)
+
+    def _decoded(self, name: str) -> np.ndarray:
+        return remove_alpha(decode(self._encoded(name), self.path(name)), self.alpha, self.path(name))
 
     def _encoded(self, name: str) -> bytes:
-        if self.keep != "encoded":
+        if self.cache is None or self.cache.keep != "encoded":
             return self.source.read(name)
-        if name not in self._kept:
-            self._kept[name] = self.source.read(name)
-        return self._kept[name]
+        data = self.cache.get(self._key(name))
+        if data is None:
+            kept = self.to_keep(name)
+            self.cache.put(kept)
+            data = kept.value
+        return data
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}
+    def _key(self, name: str) -> tuple[str, str]:
+        return self.source.root, name
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from data.augment import flip_and_rotate
-from data.backends import IoBackend
+from data.backends import ImageReader, IoBackend
 from data.dataset import Crop, ImageDataset, Phase, Small, split_key
 from data.degrade import Kernel, bicubic_downsample, bicubic_downsample_crop, mod_crop
 from data.io import Alpha, Color
@@ -127,9 +127,9 @@ class DownsampleImageDataset(ImageDataset):
             "gt_path": path,
         }
 
-    def preload(self) -> None:
-        """With the memory backend, read everything now, so that workers forked later share it."""
-        self.gt.preload(self.files)
+    def readings(self) -> list[tuple[ImageReader, str]]:
+        """Every picture of the set, with the reader it comes from."""
+        return [(self.gt, file) for file in self.files]
 
     def _size_problem(self, file: str, height: int, width: int) -> str | None:
         if min(height, width) < self.scale:

@@ -1,5 +1,6 @@
 """What the image datasets share: options, readers, random numbers, tensors, and the crop of a training sample."""
 
+import functools
 import inspect
 import logging
 import math
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from data.augment import draw_textured_crop
 from data.backends import ImageReader, IoBackend, open_source
+from data.cache import open_cache
 from data.io import Alpha, Color, check_policies, convert_color, to_float
 from data.pairs import Problems
 from data.verify import MODES, Verify
@@ -45,7 +47,7 @@ class ImageDataset(Dataset):
         scale: side of the GT over side of the LQ.
         seed: with epoch and index it fixes all randomness of a sample.
         name: what logs and messages call the set.
-        io_backend: ``{type: disk | memory | lmdb}``, see :mod:`data.backends`.
+        io_backend: ``{type: disk | memory | lmdb}``, see :mod:`data.backends` and :mod:`data.cache`.
         color: ``"rgb"``, ``"gray"`` or ``"y"``, see :func:`data.io.convert_color`.
         alpha: ``"error"``, ``"drop"``, ``"white"`` or ``"black"``, see :func:`data.io.remove_alpha`.
         mean, std: in training both tensors become ``(x - mean) / std``; one number per channel. Refused elsewhere,
@@ -79,6 +81,7 @@ class ImageDataset(Dataset):
         self.phase, self.scale, self.seed = phase, scale, seed
         self.color, self.alpha, self.verify = color, alpha, verify
         self.io_backend = _backend(io_backend)
+        self.cache = open_cache(self.io_backend, f"{self.name} ({phase})")
         self.mean_std = _mean_std(mean, std, 3 if color == "rgb" else 1)
         if self.mean_std and phase != "train":
             raise OptionsError(f"{self.name} ({phase}): {_ONLY_IN_TRAINING}")
@@ -94,10 +97,16 @@ class ImageDataset(Dataset):
             Crop(arguments.get("gt_size"), scale, **given)
 
     def preload(self) -> None:
-        """With the memory backend, read everything now, so that workers forked later share it."""
+        """With the memory backend, read what fits into it now, so that workers forked later share it."""
+        if self.cache is not None:
+            self.cache.fill([functools.partial(reader.to_keep, name) for reader, name in self.readings()])
+
+    def readings(self) -> list[tuple[ImageReader, str]]:
+        """Every picture of the set, with the reader it comes from."""
+        return []
 
     def _reader(self, dataroot: str) -> ImageReader:
-        return ImageReader(open_source(dataroot, self.io_backend), self.io_backend, self.alpha)
+        return ImageReader(open_source(dataroot, self.io_backend), self.alpha, cache=self.cache)
 
     def _rng(self, epoch: int, index: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, epoch, index, _SAMPLE_STREAM])

@@ -270,7 +270,14 @@ def _webp_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
 
 
 def _read_tiff(file: BinaryIO) -> Header:
-    tags = _tiff_tags(file)
+    tags, following = _tiff_tags(file)
+    seen = set()
+    while following and following not in seen:
+        seen.add(following)
+        further, following = _tiff_tags(file, following)
+        # a small copy of the picture (bit 0) or a mask of it (bit 2) may follow
+        if not further.get(254, (0,))[0] & 5:
+            raise HeaderError("a TIFF of several pages; save the page you want as a file of its own")
     depth, samples, photometric = max(tags.get(258, (1,))), tags.get(277, (1,))[0], tags.get(262, (1,))[0]
     if max(tags.get(339, (1,))) != 1:
         raise HeaderError("a TIFF with floating-point or signed samples")
@@ -283,14 +290,14 @@ def _read_tiff(file: BinaryIO) -> Header:
 
 
 def _tiff_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
-    tags = _tiff_tags(file)
+    tags, _ = _tiff_tags(file)
     offsets, counts = (273, 279) if 273 in tags else (324, 325)
     ends = [offset + count for offset, count in zip(tags[offsets], tags[counts], strict=True)]
     return "the file is cut short" if max(ends) > size else None
 
 
-def _tiff_tags(file: BinaryIO) -> dict[int, tuple[int, ...]]:
-    """The integer tags of the first picture of the file."""
+def _tiff_tags(file: BinaryIO, start: int | None = None) -> tuple[dict[int, tuple[int, ...]], int]:
+    """The integer tags of the picture that ``start`` points to (None: the first), and where the next one is, or 0."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     order, version = struct.unpack("2s2s", file.read(4))
@@ -298,7 +305,7 @@ def _tiff_tags(file: BinaryIO) -> dict[int, tuple[int, ...]]:
     big = b"+" in version
     word, count_code, inline = ("Q", "Q", 8) if big else ("I", "H", 4)
     file.seek(8 if big else 4)
-    file.seek(_unpack(file, end + word)[0])
+    file.seek(_unpack(file, end + word)[0] if start is None else start)
     (entries,) = _unpack(file, end + count_code)
     tags = {}
     for _ in range(entries):
@@ -316,4 +323,4 @@ def _tiff_tags(file: BinaryIO) -> dict[int, tuple[int, ...]]:
             raw = file.read(length)
             file.seek(back)
         tags[tag] = struct.unpack(pattern, raw[:length])
-    return tags
+    return tags, _unpack(file, end + word)[0]

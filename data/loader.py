@@ -1,5 +1,6 @@
 """From the options of one dataset to an iterable of batches."""
 
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data.dataset import split_key
+from data.prefetch import prefetch
 from data.sampler import EndlessSampler, ShardSampler
 from data.workers import Sent, is_forked, start_worker
 from options.errors import DataError, OptionsError, UserError
@@ -20,6 +22,8 @@ _LOST_WORKER = (
     "num_worker_per_gpu or batch_size_per_gpu, or set num_worker_per_gpu=0 to see the cause"
 )
 
+logger = logging.getLogger("pellucid")
+
 
 class Loader:
     """Batches of one dataset on one rank, as dictionaries (lq, gt, name ...).
@@ -28,17 +32,31 @@ class Loader:
     through the pictures of its rank, one at a time. Closing the iterator ends the workers. Batches do not depend on the
     number of workers, and iterating leaves torch's global random state alone.
 
+    Args:
+        device: where :func:`data.prefetch.prefetch` brings the tensors; None leaves them on the CPU.
+
     Attributes:
         dataset: the dataset, over all ranks.
         batch_size: samples per batch of this rank.
         position: samples handed out so far over all ranks, from the stream's beginning: the ``start`` to resume with.
+            Batches prepared ahead do not count.
     """
 
-    def __init__(self, loader: DataLoader, dataset: Dataset, *, world: int, start: int, endless: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader,
+        dataset: Dataset,
+        *,
+        world: int,
+        start: int,
+        endless: bool,
+        device: torch.device | None = None,
+    ) -> None:
         self.dataset = dataset
         self.batch_size = loader.batch_size
         self.position = start
         self._loader, self._world, self._start, self._endless = loader, world, start, endless
+        self._device = device
 
     def __len__(self) -> int:
         if self._endless:
@@ -52,10 +70,11 @@ class Loader:
         if shared and hasattr(self.dataset, "preload"):
             self.dataset.preload()
         batches = iter(self._loader)
+        stream = batches if self._device is None else prefetch(batches, self._device)
         try:
             while True:
                 try:
-                    batch = next(batches)
+                    batch = next(stream)
                 except StopIteration:
                     return
                 except DataError as error:
@@ -139,18 +158,25 @@ def build_dataset(options: Any) -> Dataset:
 
 
 def build_loader(
-    options: Any, rank: int = 0, world: int = 1, *, start: int = 0, multiprocessing_context: str | None = None
+    options: Any,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    start: int = 0,
+    multiprocessing_context: str | None = None,
+    device: torch.device | None = None,
 ) -> Loader:
     """Build the dataset that ``options`` describes, check its pictures, and serve it in batches.
 
     Args:
         options: one dataset's options: ``type``, ``name``, ``phase``, ``scale``, ``seed``, ``batch_size_per_gpu``,
-            ``num_worker_per_gpu``, ``num_prefetch_queue``, ``pin_memory``, ``persistent_workers``, ``use_shuffle``,
-            ``dataset_enlarge_ratio``, and ``arguments()`` for the dataset's own ones.
+            ``num_worker_per_gpu``, ``num_prefetch_queue``, ``prefetch_mode``, ``pin_memory``, ``persistent_workers``,
+            ``use_shuffle``, ``dataset_enlarge_ratio``, and ``arguments()`` for the dataset's own ones.
         rank, world: this process among all.
         start: position of a train loader in the stream of samples, counted over all ranks.
         multiprocessing_context: how workers start (``"fork"``, ``"spawn"``, ``"forkserver"``); None is the
             platform's way.
+        device: where training takes place; only ``prefetch_mode: cuda`` asks for it.
 
     Raises:
         OptionsError, DataError: as :func:`build_dataset`.
@@ -165,16 +191,33 @@ def build_loader(
             "worker_init_fn": start_worker,
             "multiprocessing_context": multiprocessing_context,
         }
+    alike = not settings["num_workers"] or is_forked(multiprocessing_context)
+    if not alike and getattr(dataset, "cache", None) is not None:
+        logger.warning(f"{options.name}: workers that are not forked each keep pictures in a memory of their own")
+    target = _prefetch_target(options, device) if endless else None
     loader = DataLoader(
-        dataset if not settings["num_workers"] or is_forked(multiprocessing_context) else Sent(dataset),
+        dataset if alike else Sent(dataset),
         batch_size=options.batch_size_per_gpu if endless else 1,
         sampler=_sampler(options, len(dataset), rank, world, start),
-        pin_memory=bool(options.pin_memory) and torch.cuda.is_available(),
+        pin_memory=bool(options.pin_memory or target) and torch.cuda.is_available(),
         # its own generator, so that starting the workers draws nothing from the global one
         generator=torch.Generator().manual_seed(options.seed or 0),
         **settings,
     )
-    return Loader(loader, dataset, world=world, start=start if endless else 0, endless=endless)
+    start = start if endless else 0
+    return Loader(loader, dataset, world=world, start=start, endless=endless, device=target)
+
+
+def _prefetch_target(options: Any, device: torch.device | None) -> torch.device | None:
+    """Where batches are to be copied ahead, or None."""
+    if options.prefetch_mode == "cpu":
+        logger.info(f"{options.name}: prefetch_mode: cpu changes nothing, the workers prepare batches ahead anyway")
+    if options.prefetch_mode != "cuda":
+        return None
+    if device is None or device.type != "cuda":
+        logger.warning(f"{options.name}: prefetch_mode: cuda needs a GPU, and this run uses none; batches stay here")
+        return None
+    return device
 
 
 def _sampler(options: Any, size: int, rank: int, world: int, start: int) -> Sampler:

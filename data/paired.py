@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from data.augment import flip_and_rotate
-from data.backends import IoBackend
+from data.backends import ImageReader, IoBackend
 from data.dataset import Crop, ImageDataset, Phase, Small, split_key
 from data.io import Alpha, Color
 from data.pairs import list_names, pair_by_stem, stem
@@ -96,10 +96,9 @@ class PairedImageDataset(ImageDataset):
             "gt_path": self.gt.path(gt_name),
         }
 
-    def preload(self) -> None:
-        """With the memory backend, read everything now, so that workers forked later share it."""
-        self.gt.preload([gt for gt, _ in self.pairs])
-        self.lq.preload([lq for _, lq in self.pairs])
+    def readings(self) -> list[tuple[ImageReader, str]]:
+        """Every picture of the set, with the reader it comes from; pair by pair."""
+        return [reading for gt, lq in self.pairs for reading in ((self.gt, gt), (self.lq, lq))]
 
     def _pair(self) -> list[tuple[str, str]]:
         """``(gt, lq)`` names; what does not fit goes to ``self.problems``."""

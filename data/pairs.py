@@ -26,6 +26,9 @@ class Problems:
         """Note one problem."""
         self._found.append(str(problem))
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def raise_if_any(self) -> None:
         """Raise one DataError with the first 20 problems and the count of all."""
         if not self._found:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from data.backends import IoBackend
+from data.backends import ImageReader, IoBackend
 from data.dataset import ImageDataset, Phase, split_key
 from data.io import Alpha, Color
 from data.pairs import list_names, unique_stems
@@ -71,6 +71,6 @@ class SingleImageDataset(ImageDataset):
         file = self.files[index]
         return {"lq": self._tensor(self.lq(file)), "name": self.names[index], "lq_path": self.lq.path(file)}
 
-    def preload(self) -> None:
-        """With the memory backend, read everything now, so that workers forked later share it."""
-        self.lq.preload(self.files)
+    def readings(self) -> list[tuple[ImageReader, str]]:
+        """Every picture of the set, with the reader it comes from."""
+        return [(self.lq, file) for file in self.files]

@@ -56,7 +56,9 @@ class DatasetOptions(Component):
     batch_size_per_gpu: Count = Field(16, description="samples per optimizer step, device and accumulation step")
     num_worker_per_gpu: int = Field(2, ge=0, description="loader processes; 0 loads in the training process")
     dataset_enlarge_ratio: int = Field(1, ge=1, le=10**6, description="how often one epoch repeats the pictures")
-    prefetch_mode: Literal["cpu", "cuda"] | None = _inert("the workers prepare batches ahead")
+    prefetch_mode: Literal["cpu", "cuda"] | None = Field(
+        None, description="cuda: copy the next batch to the GPU while one trains; cpu: what the workers do anyway"
+    )
     num_prefetch_queue: Count = Field(2, description="batches that each worker prepares ahead")
     pin_memory: bool = Field(False, description="page-locked batches for faster copies to a GPU")
     persistent_workers: bool | None = Field(

@@ -246,4 +246,4 @@ def test_workers_prepare_as_many_batches_ahead_as_they_are_told(train, ahead):
 def test_pictures_are_read_ahead_only_for_workers_that_share_them(train, monkeypatch, way):
     loader = build_loader(train(memory=True, num_worker_per_gpu=1), multiprocessing_context=way)
     batches(loader, 1)
-    assert bool(loader.dataset.gt._kept) == (way == "fork")
+    assert bool(loader.dataset.cache) == (way == "fork")

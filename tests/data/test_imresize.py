@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from data import resize
 from data.degrade import bicubic_downsample, bicubic_downsample_crop, mod_crop
 from data.resize import imresize
 
@@ -135,3 +136,19 @@ def test_a_low_resolution_crop_is_the_crop_of_the_reduced_picture(photos, scale)
     for top, left in corners + inner:
         part = bicubic_downsample_crop(image, scale, (top, left), crop)
         np.testing.assert_array_equal(part, whole[top : top + 8, left : left + 12])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.float64])
+@pytest.mark.parametrize("factor", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("shape", [(1, 3), (7, 5), (97, 12)], ids=str)
+def test_the_quick_sums_of_whole_factors_equal_the_general_ones_in_every_bit(noise, factor, dtype, shape):
+    image = noise(shape, np.uint16).astype(dtype)
+    rows, weights = resize._taps(shape[0], 1 / factor)
+    quick = resize._reduce_evenly(image, rows, weights, factor)
+    general = resize._reduce(image, rows, weights, factor)
+    np.testing.assert_array_equal(quick.astype(np.float64), general)
+
+
+def test_float32_is_used_only_where_no_sum_is_rounded():
+    exact = {factor for factor in range(2, 9) if resize._is_exact(tuple(resize._taps(64, 1 / factor)[1][0].tolist()))}
+    assert exact == {2, 4}

@@ -243,3 +243,18 @@ def test_no_damage_whatever_leads_to_another_error(photo, kind, mode):
             find_damage(file, read_header(file))
         except HeaderError:
             continue
+
+
+def test_a_tiff_of_several_pages_is_refused_and_one_with_a_thumbnail_is_read(tmp_path, photo):
+    pages = [Image.fromarray(photo), Image.fromarray(photo[::-1].copy())]
+    file = io.BytesIO()
+    pages[0].save(file, "tiff", save_all=True, append_images=pages[1:])
+    (tmp_path / "pages.tif").write_bytes(file.getvalue())
+    for show in three_ways(tmp_path):
+        with pytest.raises(DataError, match=r"(?s)pages\.tif: a TIFF of several pages; save the page you want"):
+            show()
+    file = io.BytesIO()
+    # the tag NewSubfileType of the second one says "reduced"
+    pages[1].encoderinfo = {"tiffinfo": {254: 1}}
+    pages[0].save(file, "tiff", save_all=True, append_images=pages[1:])
+    np.testing.assert_array_equal(decode(file.getvalue()), photo)
