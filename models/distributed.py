@@ -107,7 +107,9 @@ class Processes:
         except RuntimeError as error:
             if self.world == 1 or isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
                 raise
-            raise PeerEnded(f"another process of this run ended ({str(error).splitlines()[0][:200]})") from error
+            # the place in the library's own source tells a user nothing
+            text = re.sub(r"^\[[^\]]*\] ?", "", str(error).splitlines()[0])
+            raise PeerEnded(text.partition(". This")[0][:200]) from error
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, by rank, on each of them."""
@@ -204,7 +206,7 @@ class Processes:
             if self.is_main:
                 self._tell(0, text)
                 self._tell_notes()
-            elif not self._is_told(text):
+            elif not self._is_told(text) and self._claim(self.rank):
                 self._tell(self.rank, text)
         self._write(f"left/{self.rank}", "")
         self._wait(lambda: all(self._has(f"left/{rank}") for rank in range(self.world)), _FAREWELL)
@@ -230,7 +232,7 @@ class Processes:
         gone = [rank for rank in silent() if rank != self.rank]
         if self.rank == min(set(ranks) - set(gone)):
             names = ", ".join(map(str, gone)) or "unknown"
-            way = "killed, out of memory, or its machine is down? Its own output may say more"
+            way = "it was killed, ran out of memory, or its machine does not answer"
             self._tell(self.rank, f"another process of this run ended (rank {names}): {way} ({text})")
             for rank in gone:
                 self._write(f"left/{rank}", "")
@@ -244,10 +246,11 @@ class Processes:
         told = {self._notes()[0][1]} if 0 in self._notes() else set()
         for rank, (_, text, warnings) in self._notes().items():
             self._tell_warnings(rank, warnings)
+            # one that waited too long has told it by itself, but not to the log file
+            printed = text in told or not self._claim(rank)
             if text not in told:
-                self._tell(rank, text)
+                self._tell(rank, text, file_only=printed)
             told.add(text)
-            self._write(f"told/{rank}", "")
 
     def _tell_warnings(self, rank: int, texts: Iterable[str]) -> None:
         if self.is_main and rank > 0:
@@ -256,12 +259,18 @@ class Processes:
                 if text not in known:
                     logger.warning(f"rank {rank}: {text}")
 
-    def _tell(self, rank: int, text: str) -> None:
-        runtime.tell(f"rank {rank}: {text}" if rank else text)
+    def _tell(self, rank: int, text: str, *, file_only: bool = False) -> None:
+        runtime.tell(f"rank {rank}: {text}" if rank else text, file_only=file_only)
 
     def _is_told(self, text: str) -> bool:
         """Wait a little for the first process to tell it."""
         return self._wait(lambda: self._has(f"told/{self.rank}") or self._same_as_main(text), _PATIENCE)
+
+    def _claim(self, rank: int) -> bool:
+        """Whether this process is the one to print the note of another or its own."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.add(f"pellucid/told/{rank}", 1) == 1
+        return True
 
     def _same_as_main(self, text: str) -> bool:
         note = None if self.is_main else self._read("note/0")

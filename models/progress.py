@@ -115,7 +115,7 @@ def _own_random_states(path: Path, state: Mapping[str, Any], processes: Processe
     if world != processes.world:
         why = f"was saved by a run of {world} processes, and this one has {processes.world}"
     else:
-        why = "was saved when a process had ended, so it has the random state of the first process only"
+        why = "was saved when an error ended the run, so it has the random state of the first process only"
     logger.warning(f"{path} {why}: training goes on with the next sample, but is not equal to the bit")
     return randoms[0] if processes.is_main else _random_states()
 

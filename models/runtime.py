@@ -94,9 +94,10 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
-def tell(text: str) -> None:
+def tell(text: str, *, file_only: bool = False) -> None:
     """Print the reason for the end, and write it to the log file."""
-    print(text if text == "interrupted" else f"error: {text}", file=sys.stderr, flush=True)
+    if not file_only:
+        print(text if text == "interrupted" else f"error: {text}", file=sys.stderr, flush=True)
     logger.error(text, extra={"file_only": True})
 
 

@@ -171,7 +171,7 @@ def test_each_process_takes_the_gpu_of_its_number_on_its_machine(options):
 @pytest.mark.usefixtures("_two_gpus")
 def test_more_processes_than_gpus_are_told_how_many_there_are(options):
     options = options.model_copy(update={"num_gpu": "auto"})
-    with pytest.raises(OptionsError, match="2 GPUs, but process 3 .*--nproc_per_node=2"):
+    with pytest.raises(OptionsError, match=r"2 GPUs, but process 3 .*--nproc_per_node=2"):
         runtime.choose_device(options, local_rank=2, world=4)
 
 
