@@ -197,6 +197,7 @@ class Processes:
         if isinstance(error, Ended):
             raise error
         code, text = runtime.explain(error) or (1, f"{type(error).__name__}: {error}")
+        farewell = _FAREWELL
         if isinstance(error, PeerEnded):
             code = self._end_after_others(text)
         else:
@@ -208,8 +209,10 @@ class Processes:
                 self._tell_notes()
             elif not self._is_told(text) and self._claim(self.rank):
                 self._tell(self.rank, text)
+                # the first process waits in a step that this one has a part in, until the connection is gone
+                farewell = 0
         self._write(f"left/{self.rank}", "")
-        self._wait(lambda: all(self._has(f"left/{rank}") for rank in range(self.world)), _FAREWELL)
+        self._wait(lambda: all(self._has(f"left/{rank}") for rank in range(self.world)), farewell)
         if runtime.explain(error) is None and not self._same_as_main(text):
             return  # a mistake of the program keeps its traceback
         raise Ended(code) from None

@@ -1,5 +1,6 @@
 """Several processes train and test as one does, speak with one voice, and end together."""
 
+import csv
 import json
 import os
 import re
@@ -135,6 +136,10 @@ def alone(command, site, name, *arguments, **train):
     return site / "out/experiments" / name
 
 
+def rows(folder):
+    return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+
+
 # train.py under torchrun
 
 
@@ -155,16 +160,19 @@ def test_two_processes_train_to_the_weights_of_one_at_the_doubled_batch(trained,
     one = torch.load(folder / "models/net_g_4.pth", weights_only=True)
     assert set(two["params"]) == {"conv.weight", "conv.bias"}
     torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
+    # what is logged is the mean over the processes, and so the same too
+    losses = [[row["l_pix"] for row in rows(where) if row["kind"] == "train"] for where in (folder, trained[0])]
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
 def test_two_processes_judge_to_the_mean_of_one(trained, site, command, own_registry):
     weights = f"path.pretrain_network_g={trained[0] / 'models/net_g_4.pth'}"
     code, printed = command("test.py", options(site, "judged"), weights)
     assert code == 0, printed
-    (row,) = [line for line in (trained[0] / "metrics.jsonl").read_text().splitlines() if '"val"' in line]
-    mean = json.loads(row)["scores"]["psnr"]
-    lines = [line.split(",") for line in (site / "out/results/judged/metrics.csv").read_text().splitlines()]
-    pictures = [float(cells[4]) for cells in lines if cells[1] in tuple("01234")]
+    (mean,) = [row["scores"]["psnr"] for row in rows(trained[0]) if row["kind"] == "val"]
+    with (site / "out/results/judged/metrics.csv").open() as file:
+        pictures = [float(cells["value"]) for cells in csv.DictReader(file) if cells["picture"] in tuple("01234")]
     assert len(pictures) == 5
     assert mean == pytest.approx(sum(pictures) / 5, abs=1e-6)
     assert re.findall(r"# psnr: ([\d.]+)", trained[1]) == [f"{mean:.4f}"]
@@ -174,6 +182,10 @@ def test_every_picture_is_written_by_the_process_that_restored_it(trained):
     folder = trained[0] / "visualization"
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.png")}
     assert found == {f"v/{i}/{i}_4.png" for i in range(5)} | {"w/one/one_4.png"}
+
+
+def test_scores_are_told_in_the_order_of_the_set(trained):
+    assert re.findall(r"^│ v +│ (\d)", trained[1], re.MULTILINE) == list("01234")
 
 
 def test_the_run_speaks_with_one_voice(trained):
