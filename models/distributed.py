@@ -232,7 +232,8 @@ class Processes:
             self._tell_notes()
         for code, *_ in self._notes().values():
             return code
-        gone = [rank for rank in silent() if rank != self.rank]
+        # the store is the first process's, where no launcher holds it
+        gone = [rank for rank in (silent() if self._store is not None else [0]) if rank != self.rank]
         if self.rank == min(set(ranks) - set(gone)):
             names = ", ".join(map(str, gone)) or "unknown"
             way = "it was killed, ran out of memory, or its machine does not answer"
@@ -271,9 +272,7 @@ class Processes:
 
     def _claim(self, rank: int) -> bool:
         """Whether this process is the one to print the note of another or its own."""
-        with contextlib.suppress(RuntimeError):
-            return self._store.add(f"pellucid/told/{rank}", 1) == 1
-        return True
+        return self._ask(lambda store: store.add(f"pellucid/told/{rank}", 1)) in (1, None)
 
     def _same_as_main(self, text: str) -> bool:
         note = None if self.is_main else self._read("note/0")
@@ -282,29 +281,31 @@ class Processes:
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         until = time.monotonic() + seconds
         while not ready():
+            if self._store is None:
+                return False
             if time.monotonic() > until:
                 return False
             time.sleep(0.02)
         return True
 
-    # the store may be gone with the process that held it
-
     def _write(self, key: str, value: str) -> None:
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"pellucid/{key}", value)
+        self._ask(lambda store: store.set(f"pellucid/{key}", value))
 
     def _read(self, key: str) -> str | None:
-        if self._has(key):
-            with contextlib.suppress(RuntimeError):
-                return self._store.get(f"pellucid/{key}").decode()
-        return None
+        return self._ask(lambda store: store.get(f"pellucid/{key}").decode()) if self._has(key) else None
 
     def _has(self, key: str) -> bool:
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                return bool(self._store.check([f"pellucid/{key}"]))
-        return False
+        return bool(self._ask(lambda store: store.check([f"pellucid/{key}"])))
+
+    def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
+        if self._store is None:
+            return None
+        try:
+            return question(self._store)
+        except RuntimeError:
+            # gone with the process that held it; each further question would print the library's own traceback
+            self._store = None
+            return None
 
 
 ALONE = Processes()
