@@ -14,9 +14,11 @@ from pathlib import Path
 import cv2
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
-from models import launch
+import data  # noqa: F401  the data sets register themselves
+from models import MODELS, distributed, launch
 from options import load
 from options.errors import OptionsError
 
@@ -306,14 +308,20 @@ def test_a_signal_to_one_process_stops_all_of_them_at_the_same_step(site):
     assert printed[1] == ""
 
 
-def test_idle_parameters_are_named_with_the_option_that_allows_them(site):
+def test_idle_parameters_are_named_with_the_option_that_allows_them(site, own_registry):
     raw = options(site, "idle")
     raw["network_g"]["idle"] = True
-    codes, printed = ended(pair("train.py", raw, "--dry_run"))
-    assert codes == [2, 2], printed
-    assert "idle.weight, idle.bias" in printed[0]
-    assert "find_unused_parameters: true" in printed[0]
-    assert printed[1] == ""
+    (site / "idle.yml").write_text(yaml.safe_dump(raw))
+    checked = load.load(site / "idle.yml")
+    model = MODELS.build({"type": checked.model_type}, options=checked, device=torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model.distribute(distributed.Processes(launch.Place(world=2)))
+        batch = {"lq": torch.rand(1, 3, 8, 8), "gt": torch.rand(1, 3, 16, 16), "name": ["x"]}
+        with pytest.raises(OptionsError, match=r"idle\.weight, idle\.bias; .*find_unused_parameters: true"):
+            model.train_step([batch])
+    finally:
+        dist.destroy_process_group()
 
 
 # the place of a process
