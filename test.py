@@ -1,5 +1,6 @@
 """Test a network: python test.py -opt FILE.yml [key.sub=value ...]; writes a table, pictures and a log."""
 
+import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -9,37 +10,44 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import logbook, loop, plan, report, runtime
+from models import distributed, logbook, loop, plan, report, runtime
 from options import load
 
 
 def main(argv: list[str]) -> None:
-    """Parse, load the options, evaluate, write table and pictures."""
+    """Parse, then test in the place that the launcher gives this process."""
     args = load.parse(argv, program="test.py")
-    logbook.start_logging()
+    script = shlex.join(["test.py", *argv])
+    with distributed.enter(args.launcher, local_rank=args.local_rank, script=script) as group:
+        test(args, group.command, group)
+
+
+def test(args: argparse.Namespace, command: str, group: distributed.Processes) -> None:
+    """Load the options, evaluate, write table and pictures."""
+    logbook.start_logging(None, group)
     options = load.load(args.opt, [*args.overrides, *args.force_yml], training=False, debug=args.debug)
-    device = runtime.choose_device(options, args.launcher)
+    device = group.join(options)
     runtime.seed_all(options.manual_seed, deterministic=options.deterministic)
     model = models.MODELS.build({"type": options.model_type}, options=options, device=device, training=False)
-    loaders = {dataset.name: data.build_loader(dataset) for dataset in options.phase("val", "test").values()}
-    rows = plan.describe(model, options, {name: len(loader.dataset) for name, loader in loaders.items()})
+    judged = options.phase("val", "test").values()
+    loaders = {dataset.name: data.build_loader(dataset, *group.place) for dataset in judged}
+    sets = {name: len(loader.dataset) for name, loader in loaders.items()}
+    rows = plan.describe(model, options, sets, world=group.world)
     tools = loop.PictureTools(write=write_image, resize=imresize)
     if args.dry_run:
-        logbook.console.print(plan.table(rows + plan.try_validation(model, loaders, options, tools)))
+        logbook.console.print(plan.table(rows + plan.try_validation(model, loaders, options, tools, group)))
         return
 
-    command = shlex.join(["python", "test.py", *argv])
-    folder = runtime.prepare_folder(options, "results", keep=False, command=command)
-    logbook.start_logging(runtime.log_file(folder, options, "test"))
-    for subject, value in rows:
-        loop.logger.info(f"{subject}: {value}")
+    folder = group.from_main(lambda: runtime.prepare_folder(options, "results", keep=False, command=command))
+    logbook.start_logging(runtime.log_file(folder, options, "test"), group)
+    loop.tell_plan(rows)
 
     def picture_path(name: str, picture: str) -> Path:
         return folder / "visualization" / name / f"{picture}_{options.val.suffix or options.name}.png"
 
     paths = picture_path if options.val.save_img else None
-    results = loop.evaluate(model, loaders, options, tools, picture_path=paths)
-    report.write_csv(folder / "metrics.csv", results)
+    results = loop.evaluate(model, loaders, options, tools, picture_path=paths, processes=group)
+    group.from_main(lambda: report.write_csv(folder / "metrics.csv", results))
     loop.show(results)
     loop.logger.info(f"everything lies in {folder}")
 

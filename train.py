@@ -1,5 +1,6 @@
 """Train a network: python train.py -opt FILE.yml [key.sub=value ...] [--auto_resume] [--dry_run] [--debug]."""
 
+import argparse
 import shlex
 import sys
 
@@ -8,42 +9,48 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import logbook, loop, plan, progress, runtime
+from models import distributed, logbook, loop, plan, progress, runtime
 from options import load
 
 
 def main(argv: list[str]) -> None:
-    """Parse, load the options, build, fit."""
+    """Parse, then train in the place that the launcher gives this process."""
     args = load.parse(argv, program="train.py")
-    logbook.start_logging()
+    script = shlex.join(["train.py", *argv])
+    with distributed.enter(args.launcher, local_rank=args.local_rank, script=script) as group:
+        train(args, group.command, group)
+
+
+def train(args: argparse.Namespace, command: str, group: distributed.Processes) -> None:
+    """Load the options, build, fit."""
+    logbook.start_logging(None, group)
     options = load.load(args.opt, [*args.overrides, *args.force_yml], debug=args.debug)
-    device = runtime.choose_device(options, args.launcher)
+    device = group.join(options)
     runtime.seed_all(options.manual_seed, deterministic=options.deterministic)
     model = models.MODELS.build({"type": options.model_type}, options=options, device=device)
-    state = runtime.find_state(options, args.auto_resume)
-    done = progress.resume(state, model) if state else progress.Progress()
+    model.distribute(group)
+    state = group.from_main(lambda: runtime.find_state(options, args.auto_resume))
+    done = progress.resume(state, model, group) if state else progress.Progress()
 
     (training_set,) = options.phase("train").values()
-    train_loader = data.build_loader(training_set, start=done.samples, device=device)
-    val_loaders = {dataset.name: data.build_loader(dataset) for dataset in options.phase("val").values()}
+    train_loader = data.build_loader(training_set, *group.place, start=done.samples, device=device)
+    judged = {d.name: data.build_loader(d, *group.place) for d in options.phase("val").values()}
     plan.check_sample(model, train_loader.dataset[0])
-    sets = {name: len(loader.dataset) for name, loader in val_loaders.items()}
-    rows = plan.describe(model, options, sets, training=len(train_loader.dataset))
+    sets = {name: len(loader.dataset) for name, loader in judged.items()}
+    rows = plan.describe(model, options, sets, training=len(train_loader.dataset), world=group.world)
     tools = loop.PictureTools(write=write_image, resize=imresize)
     if args.dry_run:
         rows += plan.try_step(model, next(iter(train_loader)))
-        logbook.console.print(plan.table(rows + plan.try_validation(model, val_loaders, options, tools)))
+        logbook.console.print(plan.table(rows + plan.try_validation(model, judged, options, tools, group)))
         return
 
-    command = shlex.join(["python", "train.py", *argv])
-    folder = runtime.prepare_folder(options, "experiments", keep=state is not None, command=command)
-    logbook.start_logging(runtime.log_file(folder, options, "train"))
-    for subject, value in rows:
-        loop.logger.info(f"{subject}: {value}")
+    folder = group.from_main(lambda: runtime.prepare_folder(options, "experiments", keep=bool(state), command=command))
+    logbook.start_logging(runtime.log_file(folder, options, "train"), group)
+    loop.tell_plan(rows)
     if state:
         loop.logger.info(f"continuing from {state}, after iteration {model.iteration}")
-        progress.set_aside_later(folder, model.iteration)
-    results = loop.fit(model, train_loader, val_loaders, options, tools, folder=folder, progress=done)
+        group.from_main(lambda: progress.set_aside_later(folder, model.iteration))
+    results = loop.fit(model, train_loader, judged, options, tools, folder=folder, progress=done, processes=group)
     loop.show(results)
     loop.logger.info(f"everything lies in {folder}")
 

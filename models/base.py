@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.distributed import Processes
+from options.errors import OptionsError
+
 Batch = Mapping[str, Any]
 
 
@@ -30,6 +33,15 @@ class Base(ABC):
     @abstractmethod
     def predict(self, lq: Tensor) -> Tensor:
         """(b, c, h, w) in 0..1 -> (b, c, h * scale, w * scale), with the weights that are judged, in eval mode."""
+
+    def distribute(self, processes: Processes) -> None:
+        """Prepare to train as one of several processes, whose gradients are averaged.
+
+        Raises:
+            OptionsError: this model trains in one process only.
+        """
+        if processes.world > 1:
+            raise OptionsError(f"{type(self).__name__} trains in one process only; start train.py without torchrun")
 
     @abstractmethod
     def learning_rates(self) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from models.checkpoint import write_whole
+from models.distributed import ALONE, Processes, Told, Untold
 from models.report import SetScores
 from options.schema import WandbOptions
 
@@ -35,16 +36,26 @@ class _Early(logging.Handler):
         self.records.append(record)
 
 
-def start_logging(file: Path | None = None, *, level: int = logging.INFO) -> None:
+def start_logging(file: Path | None = None, processes: Processes = ALONE, *, level: int = logging.INFO) -> None:
     """Send the log to the terminal and, where given, to ``file``.
 
     Called again it replaces what it set up before; a file then begins with what was logged since the call without one.
+    Of several processes the first speaks; the others keep their warnings for it.
     """
+    logger.setLevel(level)
+    logger.propagate = False
+    console.quiet = not processes.is_main
+    if not processes.is_main:
+        if not any(isinstance(handler, Untold) for handler in logger.handlers):
+            logger.addHandler(Untold())
+        return
     early = [record for handler in logger.handlers if isinstance(handler, _Early) for record in handler.records]
     console.file = sys.stdout
-    for handler in list(logger.handlers):
+    for handler in [handler for handler in logger.handlers if not isinstance(handler, Told)]:
         logger.removeHandler(handler)
         handler.close()
+    if processes.world > 1 and not logger.handlers:
+        logger.addHandler(Told())
     if console.is_terminal:
         screen: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)
         screen.addFilter(lambda record: not getattr(record, "in_bar", False))
@@ -58,8 +69,6 @@ def start_logging(file: Path | None = None, *, level: int = logging.INFO) -> Non
     logger.addHandler(written)
     for record in early:
         written.handle(record)
-    logger.setLevel(level)
-    logger.propagate = False
 
 
 class Logbook:
@@ -182,6 +191,15 @@ class Logbook:
         kept = [line for line in lines if _is_kept(line, last)]
         text = "".join(line + "\n" for line in kept)
         write_whole(self.file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+class Mute:
+    """The logbook of a process that does not speak."""
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Nothing; nor do the others, which are those of :class:`Logbook`."""
+
+    train = validation = image = close = step
 
 
 def _mirror_to_wandb(name: str, options: WandbOptions, tensorboard: Path | None) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from models import checkpoint, logbook, progress, report
 from models.base import Base
+from models.distributed import ALONE, Processes
 from models.infer import to_uint8
-from models.logbook import Logbook
+from models.logbook import Logbook, Mute
 from models.metrics import METRICS
 from models.progress import Progress
 from models.report import SetScores
@@ -24,6 +25,8 @@ from options.errors import UserError
 from options.schema import MetricOptions, Options
 
 logger = logging.getLogger("pellucid")
+# picture, scores of the result, scores of the baseline
+Row = tuple[str, dict[str, float], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -48,16 +51,18 @@ def evaluate(
     picture_path: Callable[[str, str], Path] | None = None,
     on_picture: Callable[[str, str, np.ndarray], None] | None = None,
     stop: StopSignal | None = None,
+    processes: Processes = ALONE,
 ) -> list[SetScores]:
     """Judge a model on whole sets of pictures.
 
     Args:
-        loaders: name of the set -> batches of one picture.
+        loaders: name of the set -> batches of one picture; those of this process, rank, rank + world, ...
         picture_path: (set, picture) -> where the result is written; None writes nothing.
         on_picture: called with set, picture and result, uint8 (h, w, c).
+        processes: those among which the pictures are dealt out; all of them call this.
 
     Returns:
-        the scores of each set, in order. A set without ground truth is restored but not scored.
+        the scores of each set, in order, on each process. A set without ground truth is restored but not scored.
 
     Raises:
         UserError: the network does not take a picture or returns NaN, or a metric cannot be computed for it.
@@ -66,7 +71,8 @@ def evaluate(
     results = []
     for name, loader in loaders.items():
         scores = SetScores(name, report.protocols(options.val.metrics), options.val.baseline)
-        for batch in loader:
+        own: list[tuple[int, Row]] = []
+        for turn, batch in enumerate(loader):
             picture = batch["name"][0]
             result = _restored(f"{name}/{picture}", model, batch["lq"])
             if picture_path is not None:
@@ -74,15 +80,34 @@ def evaluate(
             if on_picture is not None:
                 on_picture(name, picture, result)
             if "gt" in batch and scores.protocol:
-                scores.rows.append(_score(f"{name}/{picture}", result, batch, options, tools))
-            if stop is not None and stop.code is not None:
-                raise Interrupted(stop.code)
+                row = _score(f"{name}/{picture}", result, batch, options, tools)
+                own.append((turn * processes.world + processes.rank, row))
+            if _is_over(stop, processes):
+                break
+        scores.rows = _collected(own, stop, processes)
         if scores.protocol and not scores.rows:
             logger.warning(f"{name} has no ground truth: its pictures are restored but not scored")
         for remark in scores.unusual():
             logger.warning(remark)
         results.append(scores)
+    processes.share_warnings()
     return results
+
+
+def _is_over(stop: StopSignal | None, processes: Processes) -> bool:
+    if stop is not None and stop.code is not None:
+        processes.announce_end()
+        return True
+    return processes.somebody_ends()
+
+
+def _collected(own: list[tuple[int, Row]], stop: StopSignal | None, processes: Processes) -> list[Row]:
+    """The rows of all processes, in the order of the set."""
+    parts = processes.gather((own, stop.code if stop is not None else None))
+    codes = [code for _, code in parts if code is not None]
+    if codes:
+        raise Interrupted(max(codes))
+    return [row for _, row in sorted((row for rows, _ in parts for row in rows), key=lambda pair: pair[0])]
 
 
 def fit(
@@ -94,6 +119,7 @@ def fit(
     *,
     folder: Path,
     progress: Progress | None = None,
+    processes: Processes = ALONE,
 ) -> list[SetScores]:
     """Train to ``train.total_iter``, validating and saving on the way.
 
@@ -101,6 +127,7 @@ def fit(
         train_loader: endless batches from ``progress.samples`` on; has ``position`` (samples handed out), ``dataset``.
         folder: the run's folder, which exists.
         progress: how far a resumed run has come.
+        processes: those that train together; all of them call this.
 
     Returns:
         the scores of the last validation; empty without validation sets.
@@ -110,14 +137,14 @@ def fit(
         UserError: a picture cannot be read, a loss is not finite, a worker died ..
         MemoryError, torch.OutOfMemoryError: as they say. A resumable state is saved in each of these cases.
     """
-    run = _Fit(model, train_loader, val_loaders, options, tools, folder, progress or Progress())
-    with StopSignal() as stop:
+    run = _Fit(model, train_loader, val_loaders, options, tools, folder, progress or Progress(), processes)
+    with StopSignal(shared=processes.world > 1) as stop:
         try:
             run.loop(stop)
-        except (Interrupted, UserError, MemoryError, torch.OutOfMemoryError):
+        except (Interrupted, UserError, MemoryError, torch.OutOfMemoryError) as error:
             # none of these came between the parts of a step; but the step before may have spoilt the weights
             if run.is_sound():
-                run.save()
+                run.save(together=isinstance(error, Interrupted))
             else:
                 logger.warning(
                     "the weights are not finite, so they are not saved; an earlier state is the last good one"
@@ -140,18 +167,23 @@ class _Fit:
         tools: PictureTools,
         folder: Path,
         progress: Progress,
+        processes: Processes,
     ) -> None:
         self.model, self.train_loader, self.val_loaders = model, train_loader, val_loaders
         self.options, self.tools, self.folder, self.progress = options, tools, folder, progress
         self.latest: list[SetScores] = []
-        self.book = Logbook(
-            folder,
-            options.name,
-            total=options.train.total_iter,
-            start=model.iteration,
+        self.processes = processes
+        self.book = self._open_book() if processes.is_main else Mute()
+
+    def _open_book(self) -> Logbook:
+        return Logbook(
+            self.folder,
+            self.options.name,
+            total=self.options.train.total_iter,
+            start=self.model.iteration,
             validated=self.progress.validated,
-            tensorboard=folder_of(options, "tb_logger") if options.logger.use_tb_logger else None,
-            wandb=options.logger.wandb,
+            tensorboard=folder_of(self.options, "tb_logger") if self.options.logger.use_tb_logger else None,
+            wandb=self.options.logger.wandb,
         )
 
     def loop(self, stop: StopSignal) -> None:
@@ -163,6 +195,8 @@ class _Fit:
             self.save()
         with contextlib.closing(iter(self.train_loader)) as stream:
             self._steps(stream, stop)
+        if not self.processes.is_main:
+            return
         checkpoint.save_pth(self.folder / "models" / "net_g_latest.pth", self.model.weights())
         if self.book.file.exists():
             report.learning_curve(self.book.file, self.folder / "curve.png")
@@ -181,6 +215,8 @@ class _Fit:
             self.book.step(step)
             if step % every.print_freq == 0 or step == train.total_iter:
                 logs, times = pace.take()
+                logs = self.processes.mean(logs)
+                self.processes.share_warnings()
                 self.book.train(step, self._epoch(), lrs=model.learning_rates(), logs=logs, times=times)
             save_due = step % every.save_checkpoint_freq == 0 or step == train.total_iter
             # before the validation, so that a kill during it costs the validation only
@@ -189,9 +225,10 @@ class _Fit:
             if self._validation_due():
                 self.validate(stop)
                 if save_due:
-                    progress.save(self._state_path(), model, self.progress)  # with the best scores of this step
-            if stop.code is not None:
-                raise Interrupted(stop.code)
+                    self._save_state()  # with the best scores of this step
+            code = self.processes.highest(stop.code or 0)
+            if code:
+                raise Interrupted(code)
 
     def _validation_due(self) -> bool:
         step = self.model.iteration
@@ -224,13 +261,14 @@ class _Fit:
             picture_path=path_of if options.val.save_img else None,
             on_picture=on_picture,
             stop=stop,
+            processes=self.processes,
         )
         better = {label: better_of(metric) for label, metric in options.val.metrics.items()}
         for position, scores in enumerate(scores for scores in self.latest if scores.rows):
             improved = self.progress.update_best(scores, better, step)
             self.book.validation(step, scores, self.progress.best[scores.name])
             # the first metric of the first set decides which weights are the best
-            if position == 0 and next(iter(scores.protocol)) in improved:
+            if position == 0 and next(iter(scores.protocol)) in improved and self.processes.is_main:
                 self._save_best(scores)
         self.progress.validated = step
 
@@ -238,18 +276,22 @@ class _Fit:
         """Whether every weight is a finite number."""
         return all(bool(value.isfinite().all()) for part in self.model.weights().values() for value in part.values())
 
-    def save(self) -> None:
-        """Weights and a resumable state of this iteration."""
+    def save(self, *, together: bool = True) -> None:
+        """Weights and a resumable state of this iteration; not ``together`` where other processes may be gone."""
         step, keep = self.model.iteration, self.options.logger.keep_checkpoints
-        checkpoint.save_pth(self.folder / "models" / f"net_g_{step}.pth", self.model.weights())
-        progress.save(self._state_path(), self.model, self.progress)
+        if self.processes.is_main:
+            checkpoint.save_pth(self.folder / "models" / f"net_g_{step}.pth", self.model.weights())
+        self._save_state(together=together)
+        if not self.processes.is_main:
+            return
         if keep is not None:
             checkpoint.keep_last(self.folder / "models", keep)
             checkpoint.keep_last(self.folder / "training_states", keep)
         logger.info(f"saved the weights and the state of iteration {step}")
 
-    def _state_path(self) -> Path:
-        return self.folder / "training_states" / f"{self.model.iteration}.state"
+    def _save_state(self, *, together: bool = True) -> None:
+        path = self.folder / "training_states" / f"{self.model.iteration}.state"
+        progress.save(path, self.model, self.progress, processes=self.processes, together=together)
 
     def _save_best(self, scores: SetScores) -> None:
         weights = self.model.weights()
@@ -289,6 +331,12 @@ class _Pace:
         self._sums: dict[str, Tensor] = {}
 
 
+def tell_plan(rows: Iterable[tuple[str, str]]) -> None:
+    """Write the plan to the log."""
+    for subject, value in rows:
+        logger.info(f"{subject}: {value}")
+
+
 def show(results: list[SetScores]) -> None:
     """Print the table of scores."""
     if any(scores.rows for scores in results):
@@ -308,10 +356,7 @@ def _restored(place: str, model: Base, lq: Tensor) -> np.ndarray:
         raise UserError(f"{place} cannot be restored: {error}") from error
 
 
-def _score(
-    place: str, result: np.ndarray, batch: Mapping[str, Any], options: Options, tools: PictureTools
-) -> tuple[str, dict[str, float], dict[str, float]]:
-    """(picture, scores of the result, scores of the baseline)"""
+def _score(place: str, result: np.ndarray, batch: Mapping[str, Any], options: Options, tools: PictureTools) -> Row:
     gt, kind = to_uint8(batch["gt"]), options.val.baseline
     pictures = [result]
     if kind is not None:

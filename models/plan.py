@@ -1,6 +1,7 @@
 """The plan of a run: what will happen, in numbers, printed before it does."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,37 +12,40 @@ from rich.text import Text
 
 from kernels import dispatch
 from models.base import Base
+from models.distributed import ALONE, Processes
 from models.loop import PictureTools, evaluate
 from options.errors import OptionsError
 from options.schema import Options
 
 
 def describe(
-    model: Base, options: Options, sets: Mapping[str, int], *, training: int | None = None
+    model: Base, options: Options, sets: Mapping[str, int], *, training: int | None = None, world: int = 1
 ) -> list[tuple[str, str]]:
     """Rows (subject, value) of the plan.
 
     Args:
         sets: name of each set to be judged on -> number of pictures.
         training: number of pictures to train on; None for a test.
+        world: number of processes.
     """
     network = model.network
     count = sum(parameter.numel() for parameter in network.parameters())
     rows = [("run", f"{options.name} ({options.file})"), ("network", f"{options.network_g.type}, {count:,} parameters")]
-    rows += [("device", _device(model.device)), ("threads", str(torch.get_num_threads()))]
+    each = f" in each of {world} processes" if world > 1 else ""
+    rows += [("device", _device(model.device) + each), ("threads", str(torch.get_num_threads()) + each)]
     if training is not None:
-        rows += [("training set", f"{training} pictures"), *_training(options, training)]
+        rows += [("training set", f"{training} pictures"), *_training(options, training, world)]
     rows += [("set", f"{name}: {pictures} pictures") for name, pictures in sets.items()]
     rows += [("metric", f"{label}: {m.type} {m.arguments()}") for label, m in options.val.metrics.items()]
     return rows
 
 
-def _training(options: Options, pictures: int) -> list[tuple[str, str]]:
+def _training(options: Options, pictures: int, world: int) -> list[tuple[str, str]]:
     train, dataset = options.train, next(iter(options.phase("train").values()))
     batch = dataset.batch_size_per_gpu
-    effective = batch * train.accum_iter
+    effective = batch * train.accum_iter * world
     epoch = pictures * dataset.dataset_enlarge_ratio
-    parts = f"{batch} samples x {train.accum_iter} accumulated x 1 process = {effective}"
+    parts = f"{batch} samples x {train.accum_iter} accumulated x {world} process{'es' * (world > 1)} = {effective}"
     span = f"{train.total_iter:,} iterations = {train.total_iter * effective / epoch:,.1f} epochs"
     losses = ", ".join(f"{label}: {spec['type']}" for label, spec in train.loss_specs().items())
     schedule = train.scheduler.type if train.scheduler else "constant"
@@ -95,16 +99,23 @@ def check_sample(model: Base, sample: Mapping[str, Any]) -> None:
 
 
 def try_validation(
-    model: Base, loaders: Mapping[str, Iterable[Mapping[str, Any]]], options: Options, tools: PictureTools
+    model: Base,
+    loaders: Mapping[str, Iterable[Mapping[str, Any]]],
+    options: Options,
+    tools: PictureTools,
+    processes: Processes = ALONE,
 ) -> list[tuple[str, str]]:
-    """Judge the first picture of each set, as rows for the plan."""
+    """Judge the first picture of each set on each process, as rows for the plan."""
     rows = []
     for name, loader in loaders.items():
         began = time.perf_counter()
         with contextlib.closing(iter(loader)) as stream:
-            (scores,) = evaluate(model, {name: [next(stream)]}, options, tools)
+            # a process may have none of a small set
+            first = list(itertools.islice(stream, 1))
+            (scores,) = evaluate(model, {name: first}, options, tools, processes=processes)
         values = ", ".join(f"{label} {value:.4g}" for label, value in scores.means().items())
-        rows.append(("trial validation", f"{name}: {time.perf_counter() - began:.2f} s for one picture: {values}"))
+        took = f"{time.perf_counter() - began:.2f} s for one picture{' each' if processes.world > 1 else ''}"
+        rows.append(("trial validation", f"{name}: {took}: {values}"))
     return rows
 
 

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from models import checkpoint
 from models.base import Base
+from models.distributed import ALONE, Processes
 from models.report import SetScores
 from options.errors import OptionsError
 
@@ -49,14 +50,23 @@ class Progress:
         return improved
 
 
-def save(path: Path, model: Base, progress: Progress) -> None:
-    """Write a state: the model's, the progress, and the random states of the process."""
+def save(path: Path, model: Base, progress: Progress, *, processes: Processes = ALONE, together: bool = True) -> None:
+    """Write a state: the model's, the progress, and the random states of the processes.
+
+    Args:
+        processes: all of them call this, the first one writes.
+        together: False writes the random states of the first process only, since the others may be gone.
+    """
+    randoms = processes.gather(_random_states()) if together else [_random_states()]
+    if not processes.is_main:
+        return
     state = {"model": model.state_dict(), "samples": progress.samples, "validated": progress.validated}
-    checkpoint.save_state(path, {**state, "best": progress.best, "random": _random_states()})
+    others = {"world": processes.world, "random_of_others": randoms[1:]}
+    checkpoint.save_state(path, {**state, "best": progress.best, "random": randoms[0], **others})
 
 
-def resume(path: Path, model: Base) -> Progress:
-    """Bring a model, and the random states of the process, to where a state was saved.
+def resume(path: Path, model: Base, processes: Processes = ALONE) -> Progress:
+    """Bring a model, and the random states of the processes, to where a state was saved.
 
     Raises:
         OptionsError: the file is no state of this program, or belongs to another network or optimizer.
@@ -68,7 +78,7 @@ def resume(path: Path, model: Base) -> Progress:
         raise OptionsError(f"{path} is not a state that train.py saved (it has no {', '.join(lacking)}); {way}")
     model.load_state_dict(state["model"])
     try:
-        _restore_random_states(state["random"])
+        _restore_random_states(_own_random_states(path, state, processes))
         best = {name: {label: tuple(pair) for label, pair in kept.items()} for name, kept in state["best"].items()}
         return Progress(samples=int(state["samples"]), validated=int(state["validated"]), best=best)
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
@@ -96,6 +106,18 @@ def _number(text: str) -> int:
 def _iteration_of(path: Path) -> int:
     with safe_open(path, "pt") as file:
         return int(json.loads((file.metadata() or {}).get("iteration", "-1")))
+
+
+def _own_random_states(path: Path, state: Mapping[str, Any], processes: Processes) -> Mapping[str, Any]:
+    randoms, world = [state["random"], *state.get("random_of_others", [])], state.get("world", 1)
+    if world == processes.world == len(randoms):
+        return randoms[processes.rank]
+    if world != processes.world:
+        why = f"was saved by a run of {world} processes, and this one has {processes.world}"
+    else:
+        why = "was saved when an error ended the run, so it has the random state of the first process only"
+    logger.warning(f"{path} {why}: training goes on with the next sample, but is not equal to the bit")
+    return randoms[0] if processes.is_main else _random_states()
 
 
 def _random_states() -> dict[str, Any]:

@@ -4,23 +4,27 @@ Semantics follow BasicSR's SRModel: the learning rate of step i is set before th
 after it, and validation uses the average where there is one.
 """
 
+import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from archs import ARCHS
 from kernels import dispatch
 from models.base import Base, Batch
 from models.checkpoint import load_weights, read_checkpoint
+from models.distributed import ALONE, Processes
 from models.ema import EMA
 from models.facts import wrong_facts
 from models.infer import TileMemory, inference_dtype, restore
 from models.losses import LOSSES
 from models.optim import LearningRate, build_optimizer
+from models.runtime import seed_all
 from options.errors import OptionsError, UserError
 from options.registry import MODELS
 from options.schema import Options, PathOptions, TrainOptions
@@ -53,6 +57,8 @@ class RestorationModel(Base):
         self._inference = {"dtype": inference_dtype(options.val.dtype, device), "memory": TileMemory()}
         self.network = build_network(options).to(device)
         self.ema: EMA | None = None
+        self.processes = ALONE
+        self._replica: DistributedDataParallel | None = None
         self._forward: nn.Module = self.network
         if training:
             self._prepare_training(options.train)
@@ -78,9 +84,30 @@ class RestorationModel(Base):
         self.ema = EMA(self.network, decay=train.ema_decay) if train.ema_decay > 0 else None
         self.amp_dtype = getattr(torch, train.amp_dtype) if train.use_amp else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp_dtype is torch.float16)
-        if train.use_compile:
-            mode = train.use_compile if isinstance(train.use_compile, str) else None
-            self._forward = torch.compile(self.network, mode=mode)
+        self._forward = self._compiled(self.network)
+
+    def _compiled(self, network: nn.Module) -> nn.Module:
+        wanted = self.options.train.use_compile
+        return torch.compile(network, mode=wanted if isinstance(wanted, str) else None) if wanted else network
+
+    def distribute(self, processes: Processes) -> None:
+        """See :meth:`Base.distribute`: the first process's weights, each process its own random numbers."""
+        if processes.world == 1:
+            return
+        self.processes = processes
+        with processes.talking():
+            self._replica = DistributedDataParallel(
+                self.network,
+                device_ids=[self.device] if self.device.type == "cuda" else None,
+                find_unused_parameters=self.options.find_unused_parameters,
+                gradient_as_bucket_view=True,
+            )
+        self._forward = self._compiled(self._replica)
+        if self.ema is not None:
+            processes.take_from_main(self.ema.network.state_dict().values())
+        if processes.rank:
+            # dropout and the like are to differ; the first process draws what it would draw alone
+            seed_all(self.options.manual_seed + processes.rank, deterministic=self.options.deterministic)
 
     def _load_pretrained(self, path: PathOptions) -> None:
         file = path.pretrain_network_g
@@ -104,9 +131,12 @@ class RestorationModel(Base):
         self.network.train()
         self.optimizer.zero_grad(set_to_none=True)
         logs: dict[str, Tensor] = {}
-        for batch in batches:
-            for label, value in self._backward(batch, 1 / len(batches)).items():
+        for i, batch in enumerate(batches):
+            with self._averaging(last=i == len(batches) - 1):
+                values = self._backward(batch, 1 / len(batches))
+            for label, value in values.items():
                 logs[label] = logs.get(label, 0) + value / len(batches)
+        self._share()
         self.scaler.unscale_(self.optimizer)
         limit = train.grad_clip if train.use_grad_clip else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
@@ -117,6 +147,40 @@ class RestorationModel(Base):
         self.scaler.update()
         self.iteration = step
         return {**logs, "grad_norm": norm.detach()}
+
+    @contextlib.contextmanager
+    def _averaging(self, *, last: bool) -> Iterator[None]:
+        """Average gradients over the processes in the last of several batches only, with what they summed up to."""
+        if self._replica is None:
+            yield
+            return
+        with contextlib.nullcontext() if last else self._replica.no_sync(), self.processes.talking():
+            try:
+                yield
+            except RuntimeError as error:
+                if "Expected to have finished reduction" in str(error):
+                    raise self._unused() from error
+                raise
+
+    def _share(self) -> None:
+        if self._replica is None:
+            return
+        if not self.options.find_unused_parameters and any(p.grad is None for p in self._trained()):
+            raise self._unused()
+        # running statistics, before the average follows them; what is not saved is a table that never changes
+        saved = self.network.state_dict()
+        self.processes.take_from_main(saved[name] for name, _ in self.network.named_buffers() if name in saved)
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self.network.parameters() if parameter.requires_grad)
+
+    def _unused(self) -> OptionsError:
+        names = [n for n, p in self.network.named_parameters() if p.requires_grad and p.grad is None]
+        text = f"{', '.join(names[:5]) or 'of them'}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        return OptionsError(
+            f"some parameters had no part in the loss, so the processes cannot average their gradients: {text}; if "
+            "that is meant, set find_unused_parameters: true"
+        )
 
     def _backward(self, batch: Batch, share: float) -> dict[str, Tensor]:
         lq, gt = self._to_device(batch["lq"]), self._to_device(batch["gt"])
@@ -136,11 +200,15 @@ class RestorationModel(Base):
             return True
         finite = torch.stack([value.float() for value in (*logs.values(), norm.detach())]).isfinite().tolist()
         # at an infinite gradient of float16 the scaler leaves out the step and lowers its scale by itself
-        if all(finite) or (self.scaler.is_enabled() and all(finite[:-1])):
+        sound = all(finite) or (self.scaler.is_enabled() and all(finite[:-1]))
+        if not self.processes.highest(not sound):
             return True
         names = ", ".join(str(name) for batch in batches for name in batch.get("name", []))
         values = ", ".join(f"{label} {value.item():.4g}" for label, value in (*logs.items(), ("gradient norm", norm)))
-        text = f"iteration {step}: {values} (pictures: {names})"
+        everyones = self.processes.gather(None if sound else f"{values} (pictures: {names})")
+        found = {rank: own for rank, own in enumerate(everyones) if own}
+        where = "; ".join(f"rank {rank}: {own}" if self.processes.world > 1 else own for rank, own in found.items())
+        text = f"iteration {step}: {where}"
         if guard == "skip":
             logger.warning(f"{text}; the step is left out")
             return False

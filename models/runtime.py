@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,19 +20,29 @@ from options.schema import Options
 logger = logging.getLogger("pellucid")
 
 
-class Interrupted(Exception):
-    """A signal ended the run after its state was saved."""
+class Ended(Exception):
+    """The run is at its end and has said why: nothing is left but the exit code."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"interrupted (exit code {code})")
+        super().__init__(f"ended with exit code {code}")
         self.code = code
 
 
-class StopSignal:
-    """Remembers Ctrl-C and SIGTERM until the loop is at a safe place; a second Ctrl-C stops at once."""
+class Interrupted(Ended):
+    """A signal ended the run after its state was saved."""
 
-    def __init__(self) -> None:
+
+class StopSignal:
+    """Remembers Ctrl-C and SIGTERM until the loop is at a safe place; a second Ctrl-C stops at once.
+
+    Args:
+        shared: the process is one of several. A Ctrl-C then comes from the terminal and from the launcher, which counts
+            as one; and a launcher that ends all processes does not cut short the last words of one that ends already.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
         self.code: int | None = None
+        self._shared, self._since = shared, 0.0
         self._old: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -39,13 +50,19 @@ class StopSignal:
             self._old[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         for number, handler in self._old.items():
-            signal.signal(number, handler)
+            ending = self._shared and kind is not None and number == signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if ending else handler)
 
     def _receive(self, number: int, _frame: object) -> None:
         if self.code is not None and number == signal.SIGINT:
+            if self._shared and time.monotonic() - self._since < 1:
+                return
             raise KeyboardInterrupt
+        if self.code is not None and self._shared:
+            return
+        self._since = time.monotonic()
         self.code = 130 if number == signal.SIGINT else 143
         logger.warning("stopping after this step; a resumable state will be saved (press Ctrl-C again to stop at once)")
 
@@ -54,30 +71,37 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
     """Call ``main`` and return the exit code; a user's mistake is told in words, without a traceback."""
     try:
         main(argv)
-    except UserError as error:
-        _tell(str(error))
-        return error.exit_code
-    except Interrupted as stop:
-        return stop.code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except KernelUnavailable as error:
-        _tell(str(error))
-        return OptionsError.exit_code
-    except torch.OutOfMemoryError as error:
-        ways = "lower datasets.train.batch_size_per_gpu or gt_size, or set train.use_checkpointing or train.use_amp"
-        _tell(f"the device is out of memory; {ways}, or val.tile in validation ({error})")
-        return 1
-    except MemoryError as error:
-        _tell(f"the machine is out of memory ({error}); lower batch_size_per_gpu, gt_size or num_worker_per_gpu")
-        return 1
+    except Ended as end:
+        return end.code
+    except (UserError, KeyboardInterrupt, KernelUnavailable, torch.OutOfMemoryError, MemoryError) as error:
+        code, text = explain(error)
+        tell(text)
+        return code
     return 0
 
 
-def _tell(error: str) -> None:
-    print(f"error: {error}", file=sys.stderr)
-    logger.error(error, extra={"file_only": True})
+def explain(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and words for an error that is the user's to mend; None for a mistake of the program."""
+    if isinstance(error, UserError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, KernelUnavailable):
+        return OptionsError.exit_code, str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        ways = "lower datasets.train.batch_size_per_gpu or gt_size, or set train.use_checkpointing or train.use_amp"
+        return 1, f"the device is out of memory; {ways}, or val.tile in validation ({error})"
+    if isinstance(error, MemoryError):
+        ways = "lower batch_size_per_gpu, gt_size or num_worker_per_gpu"
+        return 1, f"the machine is out of memory ({error}); {ways}"
+    return None
+
+
+def tell(text: str, *, file_only: bool = False) -> None:
+    """Print the reason for the end, and write it to the log file."""
+    if not file_only:
+        print(text if text == "interrupted" else f"error: {text}", file=sys.stderr, flush=True)
+    logger.error(text, extra={"file_only": True})
 
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
@@ -91,19 +115,35 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def choose_device(options: Options, launcher: str = "none") -> torch.device:
-    """The device of the run, with one notice where it is less than the options ask for."""
-    if launcher != "none" or os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise OptionsError("this version trains in one process; start train.py without --launcher and torchrun")
+def choose_device(options: Options, *, local_rank: int = 0, world: int = 1) -> torch.device:
+    """The device of this process, with one notice where it is less than the options ask for.
+
+    Args:
+        local_rank: number of this process on its machine; it takes the GPU of this number.
+        world: number of processes of the run.
+
+    Raises:
+        OptionsError: more processes on this machine than it has GPUs.
+    """
     asked = options.num_gpu
     if asked == 0 or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         logger.warning(f"num_gpu is {asked}, but CUDA is not available: the run uses the CPU")
         return torch.device("cpu")
-    if asked != "auto" and asked > 1:
-        logger.warning(f"num_gpu is {asked}, but one process uses one GPU")
-    return torch.device("cuda", torch.cuda.current_device())
+    if asked != "auto" and asked != world:
+        way = "" if world > 1 else f"; torchrun --nproc_per_node={asked} uses them all"
+        logger.warning(f"num_gpu is {asked}, but one process uses one GPU, and the run has {world} of them{way}")
+    if world == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise OptionsError(
+            f"this machine has {count} GPUs, but process {local_rank + 1} of the run was started on it: start it with "
+            f"--nproc_per_node={count}, or on the CPU with num_gpu=0"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def folder_of(options: Options, kind: str) -> Path:

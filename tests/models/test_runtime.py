@@ -149,17 +149,30 @@ def test_a_gpu_is_left_alone_where_none_is_asked_for(make_options, monkeypatch):
     assert runtime.choose_device(make_options("num_gpu=0")) == torch.device("cpu")
 
 
-def test_several_processes_are_refused_before_anything_is_created(tiny, command, tmp_path):
+def test_a_launcher_that_set_no_environment_is_told_how_to_start(tiny, command, tmp_path):
     code, printed = command("train.py", tiny, "--launcher", "pytorch")
     assert code == 2, printed
-    assert "one process" in printed
+    assert "torchrun --nproc_per_node=2 train.py -opt" in printed
     assert not (tmp_path / "out").exists()
 
 
-def test_a_start_by_torchrun_is_refused(options, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(OptionsError, match="one process"):
-        runtime.choose_device(options)
+@pytest.fixture
+def _two_gpus(monkeypatch):
+    for name, answer in {"is_available": True, "device_count": 2, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_each_process_takes_the_gpu_of_its_number_on_its_machine(options):
+    options = options.model_copy(update={"num_gpu": "auto"})
+    assert runtime.choose_device(options, local_rank=1, world=4) == torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_more_processes_than_gpus_are_told_how_many_there_are(options):
+    options = options.model_copy(update={"num_gpu": "auto"})
+    with pytest.raises(OptionsError, match=r"2 GPUs, but process 3 .*--nproc_per_node=2"):
+        runtime.choose_device(options, local_rank=2, world=4)
 
 
 # how a run ends
@@ -228,6 +241,13 @@ def test_what_is_told_before_there_is_a_log_file_stands_in_it(tiny, command, tmp
 
 
 # signals and seeds
+
+
+def test_a_ctrl_c_that_terminal_and_launcher_both_send_counts_once():
+    with StopSignal(shared=True) as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert stop.code == 130
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
