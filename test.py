@@ -9,7 +9,7 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import logbook, loop, plan, report, runtime
+from models import home, logbook, loop, plan, report, runtime
 from options import load
 
 
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> None:
         return
 
     command = shlex.join(["python", "test.py", *argv])
-    folder = runtime.prepare_folder(options, "results", keep=False, command=command)
-    logbook.start_logging(runtime.log_file(folder, options, "test"))
+    folder = home.prepare_folder(options, "results", keep=False, command=command)
+    logbook.start_logging(home.log_file(folder, options, "test"))
     for subject, value in rows:
         loop.logger.info(f"{subject}: {value}")
 

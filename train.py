@@ -8,7 +8,7 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import logbook, loop, plan, progress, runtime
+from models import home, logbook, loop, plan, progress, runtime
 from options import load
 
 
@@ -17,11 +17,12 @@ def main(argv: list[str]) -> None:
     args = load.parse(argv, program="train.py")
     logbook.start_logging()
     options = load.load(args.opt, [*args.overrides, *args.force_yml], debug=args.debug)
+    options = home.locate(options, args.auto_resume)
     device = runtime.choose_device(options, args.launcher)
     runtime.seed_all(options.manual_seed, deterministic=options.deterministic)
     model = models.MODELS.build({"type": options.model_type}, options=options, device=device)
-    state = runtime.find_state(options, args.auto_resume)
-    done = progress.resume(state, model) if state else progress.Progress()
+    state = home.find_state(options, args.auto_resume, claim_folder=not args.dry_run)
+    done = progress.resume(state, model, options) if state else progress.Progress()
 
     (training_set,) = options.phase("train").values()
     train_loader = data.build_loader(training_set, start=done.samples)
@@ -36,8 +37,8 @@ def main(argv: list[str]) -> None:
         return
 
     command = shlex.join(["python", "train.py", *argv])
-    folder = runtime.prepare_folder(options, "experiments", keep=state is not None, command=command)
-    logbook.start_logging(runtime.log_file(folder, options, "train"))
+    folder = home.prepare_folder(options, "experiments", keep=home.is_own(options, state), command=command)
+    logbook.start_logging(home.log_file(folder, options, "train"))
     for subject, value in rows:
         loop.logger.info(f"{subject}: {value}")
     if state:

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from models import checkpoint
+from models import changes, checkpoint
 from models.base import Base
 from models.report import SetScores
 from options.errors import OptionsError
+from options.schema import Options
 
 logger = logging.getLogger("pellucid")
 
@@ -30,11 +32,25 @@ class Progress:
         samples: training samples taken so far, over all processes.
         validated: iteration of the last complete validation.
         best: set -> metric -> (best value so far, its iteration).
+        sums: what the steps since the last log line reported, added up.
+        count: how many steps these are.
     """
 
     samples: int = 0
     validated: int = 0
     best: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, logs: Mapping[str, Tensor]) -> None:
+        """Take in what one step reports."""
+        for label, value in logs.items():
+            self.sums[label] = self.sums.get(label, 0) + value
+        self.count += 1
+
+    def means(self) -> dict[str, float]:
+        """Means over the steps since the last log line."""
+        return {label: (value / self.count).item() for label, value in self.sums.items()}
 
     def update_best(self, scores: SetScores, better: Mapping[str, str], iteration: int) -> list[str]:
         """Take in one validation; return the metrics that improved. What is not a number is never the best."""
@@ -49,19 +65,25 @@ class Progress:
         return improved
 
 
-def save(path: Path, model: Base, progress: Progress) -> None:
-    """Write a state: the model's, the progress, and the random states of the process."""
+def save(path: Path, model: Base, progress: Progress, options: Options | None = None) -> None:
+    """Write a state: the model's, the progress, the random states of the process, and what ``options`` decide."""
     state = {"model": model.state_dict(), "samples": progress.samples, "validated": progress.validated}
-    checkpoint.save_state(path, {**state, "best": progress.best, "random": _random_states()})
+    state |= {"best": progress.best, "sums": progress.sums, "count": progress.count}
+    run = changes.facts(options) if options is not None else {}
+    checkpoint.save_state(path, {**state, "random": _random_states(), "run": run})
 
 
-def resume(path: Path, model: Base) -> Progress:
+def resume(path: Path, model: Base, options: Options | None = None) -> Progress:
     """Bring a model, and the random states of the process, to where a state was saved.
 
+    Args:
+        options: of this run; where they differ from those of the state, the log says what changes.
+
     Raises:
-        OptionsError: the file is no state of this program, or belongs to another network or optimizer.
+        OptionsError: the file is no state of this program, is spoilt by NaN, or belongs to another network or
+            optimizer.
     """
-    state = checkpoint.load_state(path)
+    state = checkpoint.load_sound_state(path)
     lacking = [key for key in ("model", "samples", "validated", "best", "random") if key not in state]
     if lacking:
         way = "to start from the weights of a file, name it in path.pretrain_network_g"
@@ -70,9 +92,15 @@ def resume(path: Path, model: Base) -> Progress:
     try:
         _restore_random_states(state["random"])
         best = {name: {label: tuple(pair) for label, pair in kept.items()} for name, kept in state["best"].items()}
-        return Progress(samples=int(state["samples"]), validated=int(state["validated"]), best=best)
+        done = Progress(samples=int(state["samples"]), validated=int(state["validated"]), best=best)
+        # states of before these were kept have none
+        done.sums, done.count = dict(state.get("sums", {})), int(state.get("count", 0))
+        told = changes.describe(state["run"], changes.facts(options)) if options and state.get("run") else ""
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise OptionsError(f"{path} is damaged: {str(error).splitlines()[0]}; take an earlier state") from error
+    if told:
+        logger.warning(f"continuing with changes: {told}")
+    return done
 
 
 def set_aside_later(folder: Path, iteration: int) -> None:
@@ -93,9 +121,12 @@ def _number(text: str) -> int:
     return int(text) if text.isdigit() else -1
 
 
-def _iteration_of(path: Path) -> int:
-    with safe_open(path, "pt") as file:
-        return int(json.loads((file.metadata() or {}).get("iteration", "-1")))
+def _iteration_of(path: Path) -> float:
+    try:
+        with safe_open(path, "pt") as file:
+            return int(json.loads((file.metadata() or {}).get("iteration", "-1")))
+    except (SafetensorError, OSError, ValueError, TypeError):
+        return math.inf  # unreadable: no part of what is continued
 
 
 def _random_states() -> dict[str, Any]:

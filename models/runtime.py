@@ -1,18 +1,21 @@
-"""Around a run: seeds, the device, folders, signals, and errors turned into exit codes."""
+"""Around a run: seeds, the device, signals, and errors turned into exit codes."""
 
-import datetime
+import contextlib
 import logging
 import os
 import random
+import shlex
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from kernels.dispatch import KernelUnavailable
+from models import blame, home
+from models.screen import Screen
 from options.errors import OptionsError, UserError
 from options.schema import Options
 
@@ -28,15 +31,19 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Remembers Ctrl-C and SIGTERM until the loop is at a safe place; a second Ctrl-C stops at once."""
+    """Remembers Ctrl-C, SIGTERM and SIGHUP until the loop is at a safe place; a second Ctrl-C stops at once.
+
+    A signal that the process was started to ignore (``nohup``, or in the background of a script) stays ignored.
+    """
 
     def __init__(self) -> None:
         self.code: int | None = None
         self._old: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._receive)
+        for number in _STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._old[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,38 +53,96 @@ class StopSignal:
     def _receive(self, number: int, _frame: object) -> None:
         if self.code is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.code = 130 if number == signal.SIGINT else 143
-        logger.warning("stopping after this step; a resumable state will be saved (press Ctrl-C again to stop at once)")
+        self.code = 128 + number
+        # not through the log, which may be in the middle of a line of its own
+        with contextlib.suppress(OSError):
+            os.write(2, _STOPPING_SOON)
+
+
+_STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_STOPPING_SOON = b"stopping after this step; a resumable state will be saved (press Ctrl-C again to stop at once)\n"
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP at a time when there is nothing to save."""
 
 
 def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
-    """Call ``main`` and return the exit code; a user's mistake is told in words, without a traceback."""
-    try:
-        main(argv)
-    except UserError as error:
-        _tell(str(error))
-        return error.exit_code
-    except Interrupted as stop:
-        return stop.code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except KernelUnavailable as error:
-        _tell(str(error))
-        return OptionsError.exit_code
-    except torch.OutOfMemoryError as error:
-        ways = "lower datasets.train.batch_size_per_gpu or gt_size, or set train.use_checkpointing or train.use_amp"
-        _tell(f"the device is out of memory; {ways}, or val.tile in validation ({error})")
-        return 1
-    except MemoryError as error:
-        _tell(f"the machine is out of memory ({error}); lower batch_size_per_gpu, gt_size or num_worker_per_gpu")
-        return 1
+    """Call ``main`` and return the exit code.
+
+    A user's mistake is told in words, without a traceback; an error in a component that the user brought, by its place
+    there, with the traceback in the log file. A mistake of this program is raised.
+    """
+    with _terminations_raised():
+        try:
+            main(argv)
+        except Interrupted as stop:
+            _tell_how_to_continue(argv)
+            return stop.code
+        except KeyboardInterrupt as stop:
+            code = stop.args[0] if isinstance(stop, _Terminated) else 130
+            print("interrupted: nothing was saved by this", file=Screen(sys.stderr))
+            return code
+        except Exception as error:
+            return _end_with(error)
+        finally:
+            home.release()
     return 0
 
 
+def _end_with(error: Exception) -> int:
+    """Tell an error, and return the exit code; raise it where it is this program's own."""
+    place = blame.place_of_user(error)
+    if isinstance(error, UserError):
+        _tell(f"{error}\n  raised at {place}" if place else str(error))
+        if place:
+            logger.error(blame.full_text(error), extra={"file_only": True})
+        return error.exit_code
+    if isinstance(error, KernelUnavailable):
+        _tell(str(error))
+        return OptionsError.exit_code
+    if isinstance(error, torch.OutOfMemoryError):
+        ways = "lower datasets.train.batch_size_per_gpu or gt_size, or set train.use_checkpointing or train.use_amp"
+        _tell(f"the device is out of memory; {ways}, or val.tile in validation ({error})")
+        return 1
+    if isinstance(error, MemoryError):
+        _tell(f"the machine is out of memory ({error}); lower batch_size_per_gpu, gt_size or num_worker_per_gpu")
+        return 1
+    logger.error(blame.full_text(error), extra={"file_only": True})
+    if place is None:
+        raise error
+    _tell(f"{blame.summary(error)}\n  raised at {place}\n  the whole traceback is in the log file, where there is one")
+    return 1
+
+
 def _tell(error: str) -> None:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {error}", file=Screen(sys.stderr))
     logger.error(error, extra={"file_only": True})
+
+
+def _tell_how_to_continue(argv: list[str]) -> None:
+    resume = [] if "--auto_resume" in argv else ["--auto_resume"]
+    command = shlex.join(["python", *sys.argv[:1], *argv, *resume])
+    logger.info(f"interrupted; to continue: {command}")
+
+
+@contextlib.contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the process through exceptions, as Ctrl-C does, wherever nothing else is said."""
+
+    def terminate(number: int, _frame: object) -> None:
+        raise _Terminated(128 + number)
+
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _STOPPING:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                old[number] = signal.signal(number, terminate)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
@@ -104,64 +169,3 @@ def choose_device(options: Options, launcher: str = "none") -> torch.device:
     if asked != "auto" and asked > 1:
         logger.warning(f"num_gpu is {asked}, but one process uses one GPU")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def folder_of(options: Options, kind: str) -> Path:
-    """``experiments/<name>`` or ``results/<name>`` or ``tb_logger/<name>``."""
-    root = options.path.root or Path.cwd()
-    given = {"experiments": options.path.experiments_root, "results": options.path.results_root}.get(kind)
-    return (given or root / kind) / options.name
-
-
-def find_state(options: Options, auto_resume: bool) -> Path | None:
-    """The state file to continue from: ``path.resume_state``, or the newest of the run with ``--auto_resume``."""
-    if auto_resume:
-        states = list((folder_of(options, "experiments") / "training_states").glob("*.state"))
-        numbered = [(int(state.stem), state) for state in states if state.stem.isdigit()]
-        if numbered:
-            return max(numbered)[1]
-        logger.info("--auto_resume: the run has no saved state yet, so it starts from the beginning")
-    return options.path.resume_state
-
-
-def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> Path:
-    """Make the run's folder and put a copy of the option file into it.
-
-    An earlier run of the same name is kept: its folder is renamed, and the log says to what.
-
-    Raises:
-        UserError: the folder cannot be made or written to.
-    """
-    folder = folder_of(options, kind)
-    try:
-        # first, since the file may be the copy in the folder that is renamed
-        text = options.file.read_text(encoding="utf-8-sig") if options.file is not None else None
-        if not keep:
-            for earlier in [folder, folder_of(options, "tb_logger")] if kind == "experiments" else [folder]:
-                _archive(earlier)
-        folder.mkdir(parents=True, exist_ok=True)
-        if text is not None:
-            header = f"# copied {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n# command: {command}\n\n"
-            (folder / options.file.name).write_text(header + text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the run's folder {folder} cannot be prepared: {error}") from error
-    return folder
-
-
-def _archive(folder: Path) -> None:
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    archived = folder.with_name(f"{folder.name}_archived_{_stamp()}")
-    while archived.exists():
-        archived = archived.with_name(f"{archived.name}_")
-    folder.rename(archived)
-    logger.warning(f"{folder} held an earlier run, which is now {archived}")
-
-
-def log_file(folder: Path, options: Options, kind: str) -> Path:
-    """``train_<name>_<time>.log`` in the run's folder."""
-    return folder / f"{kind}_{options.name}_{_stamp()}.log"
-
-
-def _stamp() -> str:
-    return datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
