@@ -153,7 +153,9 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    # the call imports the compiler, which takes seconds
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def choose_device(options: Options, launcher: str = "none") -> torch.device:

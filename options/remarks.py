@@ -10,7 +10,8 @@ def schedule(train: TrainOptions) -> str:
     found = []
     if train.warmup_iter >= total:
         found.append(f"the warm-up of {train.warmup_iter} never ends")
-    late = [m for m in spec.get("milestones", ()) if m >= total]
+    milestones = spec.get("milestones")
+    late = [m for m in milestones if m >= total] if isinstance(milestones, list | tuple) else []
     if late:
         found.append(f"the milestones {', '.join(map(str, late))} never act")
     # the loader has built it already, so that this cannot fail
