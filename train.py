@@ -43,6 +43,7 @@ def main(argv: list[str]) -> None:
         loop.logger.info(f"{subject}: {value}")
     if state:
         loop.logger.info(f"continuing from {state}, after iteration {model.iteration}")
+        home.say_where_the_record_is(folder, state, model.iteration)
         progress.set_aside_later(folder, model.iteration)
     results = loop.fit(model, train_loader, val_loaders, options, tools, folder=folder, progress=done)
     loop.show(results)

@@ -142,6 +142,14 @@ def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> 
     return folder
 
 
+def say_where_the_record_is(folder: Path, state: Path, iteration: int) -> None:
+    """Tell that a state of another run leaves that run's record where it is."""
+    origin = state.resolve().parent.parent
+    if origin != folder.resolve():
+        what = f"the record of iterations up to {iteration} stays with the run that the state comes from"
+        logger.info(f"{what}, {origin}, and so do its best weights")
+
+
 def claim(folder: Path) -> None:
     """Lock a folder for the life of this process; the system gives the lock back however the process ends.
 

@@ -81,7 +81,10 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
             return stop.code
         except KeyboardInterrupt as stop:
             code = stop.args[0] if isinstance(stop, _Terminated) else 130
-            print("interrupted: nothing was saved by this", file=Screen(sys.stderr))
+            print(
+                "interrupted before the first step, or at once: what was saved before is all there is",
+                file=Screen(sys.stderr),
+            )
             return code
         except Exception as error:
             return _end_with(error)
@@ -115,8 +118,8 @@ def _end_with(error: Exception) -> int:
     return 1
 
 
-def _tell(error: str) -> None:
-    print(f"error: {error}", file=Screen(sys.stderr))
+def _tell(error: str, mark: str = "error: ") -> None:
+    print(f"{mark}{error}", file=Screen(sys.stderr))
     logger.error(error, extra={"file_only": True})
 
 

@@ -237,7 +237,7 @@ class Nursery:
     """``start("-opt", file, ...)`` runs train.py in a new process."""
 
     def __init__(self, folder):
-        self._folder, self._count = folder, 0
+        self._folder, self._count, self._runs = folder, 0, []
         self._process = subprocess.Popen(
             [sys.executable, "-c", NURSERY],
             cwd=ROOT,
@@ -257,19 +257,34 @@ class Nursery:
         output = self._folder / f"{self._count}.txt"
         output.touch()
         order = {"argv": list(map(str, argv)), "output": str(output), "cwd": str(cwd), "env": env or {}}
-        return Run(self, int(self.ask({**order, "ignored": list(ignored)})), output)
+        self._runs.append(Run(self, int(self.ask({**order, "ignored": list(ignored)})), output))
+        return self._runs[-1]
+
+    def end_all(self):
+        """End what a failed test left running."""
+        for run in self._runs:
+            run.kill()
+            run.wait()
+        self._runs = []
 
     def close(self):
+        self.end_all()
         self._process.stdin.close()
         self._process.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory):
-    """Starts real processes of train.py quickly."""
+def _nursery(tmp_path_factory):
     made = Nursery(tmp_path_factory.mktemp("nursery"))
     yield made
     made.close()
+
+
+@pytest.fixture
+def nursery(_nursery):
+    """Starts real processes of train.py quickly."""
+    yield _nursery
+    _nursery.end_all()
 
 
 @pytest.fixture
@@ -283,6 +298,7 @@ def photos(right, tmp_path):
             cv2.imwrite(str(tmp_path / name / f"crop{i}.png"), picture[40 + 20 * i :][:32, 60 + 30 * i :][:, :40])
         right["datasets"][name]["dataroot_gt"] = str(tmp_path / name)
     right["datasets"]["train"] |= {"gt_size": 16, "num_worker_per_gpu": 2}
+    right["datasets"]["val"]["num_worker_per_gpu"] = 0
     right["network_g"] |= {"dim": 8, "ranks": [2, 2], "window_sizes": [2, 4]}
     right["train"] |= {"total_iter": 20, "scheduler": None}
     right["val"]["val_freq"] = 5
