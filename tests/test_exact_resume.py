@@ -3,10 +3,15 @@
 import json
 import re
 
+import cv2
+import numpy as np
 import pytest
 import torch
 
+import archs  # noqa: F401  the components register themselves
+from data import loader
 from models import checkpoint
+from options import load
 
 # L1, and a real SIGTERM to its own process in the step that the environment names
 STOPPING = """
@@ -107,6 +112,23 @@ def test_weights_do_not_depend_on_the_number_of_workers(run, tmp_path):
     first, *others = (tmp_path / f"workers{workers}/experiments/small" for workers in (0, 1, 3))
     for other in others:
         assert_same_run(first, other, 8)
+
+
+def test_each_epoch_draws_its_own_flips_and_the_same_epoch_the_same(photos, tmp_path):
+    # pictures of the size of the crop, so that only flips and rotations can differ
+    for path in (tmp_path / "train").iterdir():
+        cv2.imwrite(str(path), cv2.imread(str(path))[:16, :16])
+    drawn = []
+    for _ in range(2):
+        problems, options = load._validate(photos, training=True)
+        assert not problems
+        dataset = loader.build_dataset(options.datasets["train"])
+        drawn.append([dataset[epoch, 0]["gt"].numpy() for epoch in range(8)])
+    assert all((one == two).all() for one, two in zip(*drawn, strict=True))
+    assert len({picture.tobytes() for picture in drawn[0]}) > 2
+    whole = drawn[0][0]
+    turned = [np.rot90(flipped, k, axes=(1, 2)).tobytes() for flipped in (whole, whole[:, ::-1]) for k in range(4)]
+    assert all(picture.tobytes() in turned for picture in drawn[0])
 
 
 def test_a_changed_option_is_told_when_a_run_goes_on(run):

@@ -67,7 +67,7 @@ def test_a_nan_in_the_optimizer_s_state_is_named(make_options, make_model, batch
     model = make_model(options)
     model.train_step(batches(options, 1))
     state = next(iter(model.optimizer.state.values()))
-    state["exp_avg"].view(-1)[0] = math.nan
+    state["exp_avg"].fill_(math.nan)
     progress.save(tmp_path / "1.state", model, Progress())
     with pytest.raises(OptionsError, match=r"1\.state: tensor model\.optimizer\.state\.0\.exp_avg holds NaN"):
         progress.resume(tmp_path / "1.state", model)
