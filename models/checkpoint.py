@@ -143,6 +143,8 @@ def load_sound_state(path: Path | str) -> dict[str, Any]:
 def find_nan(value: Any, place: str = "") -> str | None:
     """Where in a nest of dictionaries and lists the first tensor with a NaN is (``a.b.0``), or None."""
     if isinstance(value, Tensor):
+        # numbers of 8 bits cannot be asked
+        value = value.float() if value.is_floating_point() and value.element_size() < 2 else value
         return place if value.is_floating_point() and bool(value.isnan().any()) else None
     entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):

@@ -154,15 +154,17 @@ def claim(folder: Path) -> None:
     """Lock a folder for the life of this process; the system gives the lock back however the process ends.
 
     Raises:
-        UserError: another process has it.
-        OSError: the folder cannot be written to.
+        UserError: another process has it, or it cannot be written to.
     """
     if fcntl is None:
         return
     path = folder / LOCK
     while not any(_is_same(path, lock) for lock in _held):
-        # not "w": what another process wrote there must stay
-        file = path.open("a+", encoding="utf-8")
+        try:
+            # not "w": what another process wrote there must stay
+            file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"the run's folder {folder} cannot be written to: {error}") from error
         try:
             # not flock: that lock would live on in the data workers of a run that was killed
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
