@@ -191,10 +191,12 @@ report.learning_curve = lambda *paths: None
 # what the first step would load
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).zero_grad()
 signal.signal(signal.SIGINT, signal.default_int_handler)
+running = set()
 for line in sys.stdin:
     order = json.loads(line)
     if "argv" not in order:
         print(os.waitstatus_to_exitcode(os.waitpid(order["pid"], 0)[1]), flush=True)
+        running.remove(order["pid"])
         continue
     child = os.fork()
     if child == 0:
@@ -207,7 +209,11 @@ for line in sys.stdin:
             signal.signal(number, signal.SIG_IGN)
         sys.argv = ["train.py", *order["argv"]]
         sys.exit(runtime.run(train.main, order["argv"]))
+    running.add(child)
     print(child, flush=True)
+# the tests are over, or were ended
+for child in running:
+    os.kill(child, signal.SIGKILL)
 """
 
 
