@@ -10,7 +10,7 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import distributed, logbook, loop, plan, report, runtime
+from models import distributed, home, logbook, loop, plan, report, runtime
 from options import load
 
 
@@ -38,9 +38,9 @@ def test(args: argparse.Namespace, command: str, group: distributed.Processes) -
         logbook.console.print(plan.table(rows + plan.try_validation(model, loaders, options, tools, group)))
         return
 
-    folder = group.from_main(lambda: runtime.prepare_folder(options, "results", keep=False, command=command))
-    logbook.start_logging(runtime.log_file(folder, options, "test"), group)
-    loop.tell_plan(rows)
+    folder = group.from_main(lambda: home.prepare_folder(options, "results", keep=False, command=command))
+    logbook.start_logging(home.log_file(folder, options, "test"), group)
+    plan.tell(rows)
 
     def picture_path(name: str, picture: str) -> Path:
         return folder / "visualization" / name / f"{picture}_{options.val.suffix or options.name}.png"

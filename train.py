@@ -9,7 +9,7 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import distributed, logbook, loop, plan, progress, runtime
+from models import distributed, home, logbook, loop, plan, progress, runtime
 from options import load
 
 
@@ -25,12 +25,13 @@ def train(args: argparse.Namespace, command: str, group: distributed.Processes) 
     """Load the options, build, fit."""
     logbook.start_logging(None, group)
     options = load.load(args.opt, [*args.overrides, *args.force_yml], debug=args.debug)
+    options = home.locate(options, args.auto_resume)
     device = group.join(options)
     runtime.seed_all(options.manual_seed, deterministic=options.deterministic)
     model = models.MODELS.build({"type": options.model_type}, options=options, device=device)
     model.distribute(group)
-    state = group.from_main(lambda: runtime.find_state(options, args.auto_resume))
-    done = progress.resume(state, model, group) if state else progress.Progress()
+    state = group.from_main(lambda: home.find_state(options, args.auto_resume, claim_folder=not args.dry_run))
+    done = progress.resume(state, model, options, group) if state else progress.Progress()
 
     (training_set,) = options.phase("train").values()
     train_loader = data.build_loader(training_set, *group.place, start=done.samples, device=device)
@@ -44,12 +45,12 @@ def train(args: argparse.Namespace, command: str, group: distributed.Processes) 
         logbook.console.print(plan.table(rows + plan.try_validation(model, judged, options, tools, group)))
         return
 
-    folder = group.from_main(lambda: runtime.prepare_folder(options, "experiments", keep=bool(state), command=command))
-    logbook.start_logging(runtime.log_file(folder, options, "train"), group)
-    loop.tell_plan(rows)
+    keep = home.is_own(options, state)
+    folder = group.from_main(lambda: home.prepare_folder(options, "experiments", keep=keep, command=command))
+    logbook.start_logging(home.log_file(folder, options, "train"), group)
+    plan.tell(rows)
     if state:
-        loop.logger.info(f"continuing from {state}, after iteration {model.iteration}")
-        group.from_main(lambda: progress.set_aside_later(folder, model.iteration))
+        group.from_main(lambda: progress.go_on_in(folder, state, model.iteration))
     results = loop.fit(model, train_loader, judged, options, tools, folder=folder, progress=done, processes=group)
     loop.show(results)
     loop.logger.info(f"everything lies in {folder}")

@@ -32,7 +32,9 @@ def start_worker(worker: int) -> None:
     use_one_thread()
     torch.set_num_threads(1)
     # signals to the whole group are the main process's to handle: it wants batches until it has saved
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
 
 

@@ -5,14 +5,17 @@ from it: ``.pth`` with ``params`` and ``params_ema`` as BasicSR writes it, ``.sa
 beside them, ``.state`` with plain types and tensors to resume from.
 """
 
+import base64
 import contextlib
+import copy
+import io
 import json
 import logging
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from models.misfit import Loaded, explain
 from options.errors import OptionsError, UserError
 
 logger = logging.getLogger("pellucid")
 
 SECTIONS = ("params_ema", "params", "state_dict", "model")
 BARE = "the file itself"
+# the end of the key under which torch keeps what a module's get_extra_state returns, a tensor or not
+EXTRA = "_extra_state"
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -57,42 +63,6 @@ class Checkpoint:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What :func:`load_weights` did.
-
-    Attributes:
-        path: the file.
-        key: the part of it that was used: ``params_ema``, ``params``, ...
-        loaded, total: tensors that the file provided, and tensors of the network.
-        missing: the network's keys that the file lacks.
-        unexpected: the file's keys that the network lacks.
-        mismatched: the network's keys -> shape in the file, shape in the network.
-        metadata: facts that a safetensors file carries.
-    """
-
-    path: Path
-    key: str
-    loaded: int
-    total: int
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def problems(self) -> str:
-        """How many keys are missing, unexpected or of another shape, in words; empty when every tensor fits."""
-        if not (self.missing or self.unexpected or self.mismatched):
-            return ""
-        counts = f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
-        return f"{counts}, {len(self.mismatched)} of another shape"
-
-    def __str__(self) -> str:
-        text = f"{self.key}, {self.loaded} of {self.total} tensors"
-        return f"{text} ({self.problems})" if self.problems else text
-
-
 def save_pth(path: Path | str, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Write weights as ``.pth``, on the CPU, their keys without ``module.``.
 
@@ -120,8 +90,12 @@ def save_safetensors(path: Path | str, params: Mapping[str, Tensor], metadata: M
         UserError: the file cannot be written; one that was there before is still whole.
     """
     facts = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in (metadata or {}).items()}
+    tensors = {_unwrap(k): v for k, v in params.items() if isinstance(v, Tensor)}
     # the format knows neither shared memory nor strides
-    separate = {_unwrap(k): v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in params.items()}
+    separate = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
+    extra = {_unwrap(k): v for k, v in params.items() if not isinstance(v, Tensor)}
+    if extra:
+        facts[EXTRA] = _as_text(extra)
     write_whole(Path(path), lambda temporary: save_file(separate, temporary, {"format": "pt", **facts}))
 
 
@@ -150,6 +124,35 @@ def load_state(path: Path | str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise OptionsError(f"{path} is no training state: it holds a {type(content).__name__}")
     return content
+
+
+def load_sound_state(path: Path | str) -> dict[str, Any]:
+    """As :func:`load_state`, and refuse a state in which a number is spoilt.
+
+    Raises:
+        OptionsError: as :func:`load_state`, or a tensor holds NaN.
+    """
+    state = load_state(path)
+    place = find_nan(state)
+    if place is not None:
+        way = "the run was spoilt before it was saved; take an earlier state"
+        raise OptionsError(f"{path}: tensor {place} holds NaN; {way}")
+    return state
+
+
+def find_nan(value: Any, place: str = "") -> str | None:
+    """Where in a nest of dictionaries and lists the first tensor with a NaN is (``a.b.0``), or None."""
+    if isinstance(value, Tensor):
+        # numbers of 8 bits cannot be asked
+        value = value.float() if value.is_floating_point() and value.element_size() < 2 else value
+        return place if value.is_floating_point() and bool(value.isnan().any()) else None
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, list | tuple):
+        entries = enumerate(value)
+    found = (find_nan(entry, f"{place}.{key}" if place else str(key)) for key, entry in entries)
+    return next((name for name in found if name is not None), None)
 
 
 def read_checkpoint(path: Path | str) -> Checkpoint:
@@ -183,13 +186,15 @@ def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None
         strict: refuse a file that does not fit to the last tensor; otherwise load what fits and log the counts.
 
     Raises:
-        OptionsError: the file cannot be read, does not fit, or (not strict) has nothing in common with the network.
+        OptionsError: the file cannot be read, does not fit, holds NaN (strict), or (not strict) has nothing in common
+            with the network.
     """
     checkpoint = read_checkpoint(path)
     section = key if key in checkpoint.sections else next(iter(checkpoint.sections))
     if key not in (None, section):
         logger.warning(f"{path} has no {key}; {section} is used")
-    before = {name: value.clone() for name, value in network.state_dict().items() if isinstance(value, Tensor)}
+    _refuse_nan(checkpoint, section, strict)
+    before = {name: copy.deepcopy(value) for name, value in network.state_dict().items()}
     state = {k if k in before else _unwrap(k): v for k, v in checkpoint.sections[section].items()}
     accepted = False
     try:
@@ -199,7 +204,7 @@ def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None
         facts = checkpoint.metadata
         result = Loaded(checkpoint.path, section, count, len(before), missing, unexpected, mismatched, facts)
         if (strict and result.problems) or count <= 0:
-            raise OptionsError(_explain(result, network, strict))
+            raise OptionsError(explain(result, network, strict))
         accepted = True
     finally:
         if not accepted:
@@ -207,6 +212,17 @@ def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None
     if result.problems:
         logger.warning(f"{path} fits in part: {result}")
     return result
+
+
+def _refuse_nan(checkpoint: Checkpoint, section: str, strict: bool) -> None:
+    place = find_nan(checkpoint.sections[section])
+    if place is None:
+        return
+    text = f"{checkpoint.path}: tensor {place} holds NaN ({section})"
+    if strict:
+        way = "take weights of an earlier iteration; path.strict_load_g: false loads them all the same"
+        raise OptionsError(f"{text}; the run that saved it was spoilt: {way}")
+    logger.warning(f"{text}; it is loaded as it is, since path.strict_load_g is false")
 
 
 def keep_last(folder: Path | str, n: int, *, protect: Collection[int] = ()) -> list[Path]:
@@ -263,6 +279,17 @@ def _save_torch(content: Any, path: Path) -> None:
         torch.save(content, file)
 
 
+def _as_text(content: Mapping[str, Any]) -> str:
+    """Plain types and tensors as a text, for a place that takes nothing else."""
+    with io.BytesIO() as file:
+        torch.save(_on_cpu(content), file)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+def _from_text(text: str) -> dict[str, Any]:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True) if text else {}
+
+
 def _on_cpu(value: Any, place: str = "state") -> Any:
     """The same nest of plain types, its tensors on the CPU and no larger than what they show."""
     if isinstance(value, Tensor):
@@ -314,49 +341,17 @@ def _load_what_fits(
 @torch.no_grad()
 def _put_back(network: nn.Module, before: Mapping[str, Tensor]) -> None:
     for name, value in network.state_dict().items():
-        if name in before:
+        if isinstance(value, Tensor):
             value.copy_(before[name])
-
-
-def _explain(result: Loaded, network: nn.Module, strict: bool) -> str:
-    """A misfit on one screen: the counts, the first few keys of each kind, the likely reason, the way out."""
-    lines = [f"{result.path} ({result.key}) does not fit {type(network).__name__}: {result.problems}"]
-    shapes = [f"{name}: {a} in the file, {b} in the network" for name, (a, b) in result.mismatched.items()]
-    for title, names in (("missing", result.missing), ("unexpected", result.unexpected), ("another shape", shapes)):
-        lines += [f"  {title}: {name[:150]}" for name in names[:3]]
-        if len(names) > 3:
-            lines.append(f"  {title}: and {len(names) - 3} more")
-    lines.append(f"likely reason: {_likely_reason(result, network)}")
-    if strict and result.loaded > 0:
-        lines.append("path.strict_load_g: false loads what fits")
-    return "\n".join(lines)
-
-
-def _likely_reason(result: Loaded, network: nn.Module) -> str:
-    facts, name = result.metadata, type(network).__name__
-    made_with = facts.get("network_g", "")
-    kind = re.search(r'"type": "(\w+)"', made_with)
-    if kind and kind[1] != name:
-        return f"the file holds a {kind[1]}, the network is a {name}"
-    scale = str(getattr(network, "scale", ""))
-    if scale and facts.get("scale", scale) != scale:
-        return f"the file is for scale {facts['scale']}, the network for scale {scale}"
-    if made_with:
-        return f"other arguments of the network; the file was made with {made_with[:500]}"
-    misfits = len(result.mismatched)
-    if result.loaded + misfits <= 0:
-        return "another architecture: not one name is shared"
-    if misfits > result.loaded:
-        return "another width (dim, channels, heads): the names agree, most shapes do not"
-    if misfits:
-        return "another scale, or another number of channels at the ends: only a few shapes differ"
-    return "another depth (number of blocks) or another variant of the network"
+        elif name in before:
+            network.get_submodule(name.rpartition(".")[0]).set_extra_state(before[name])
 
 
 def _holds_weights(value: Any) -> bool:
     if not isinstance(value, Mapping) or not value:
         return False
-    return all(isinstance(key, str) and isinstance(entry, Tensor) for key, entry in value.items())
+    named = all(isinstance(key, str) for key in value)
+    return named and all(isinstance(entry, Tensor) or key.endswith(EXTRA) for key, entry in value.items())
 
 
 def _read(path: Path) -> tuple[Any, dict[str, str] | None]:
@@ -375,7 +370,9 @@ def _read(path: Path) -> tuple[Any, dict[str, str] | None]:
     try:
         if start[8:9] == b"{":
             with safe_open(path, framework="pt") as opened:
-                return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+                metadata = opened.metadata() or {}
+                tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+                return tensors | _from_text(metadata.pop(EXTRA, "")), metadata
         return torch.load(path, map_location="cpu", weights_only=True), None
     except _UNREADABLE as error:
         raise OptionsError(f"cannot read {path}: {_why_unreadable(path, start, error)}") from error

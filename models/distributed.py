@@ -196,6 +196,7 @@ class Processes:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, Ended):
             raise error
+        runtime.record(error)
         code, text = runtime.explain(error) or (1, f"{type(error).__name__}: {error}")
         farewell = _FAREWELL
         if isinstance(error, PeerEnded):

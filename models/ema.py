@@ -33,6 +33,8 @@ class EMA:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay}")
         self.decay = decay
         self.network = copy.deepcopy(network).eval().requires_grad_(False)
+        kept = nn.Module.get_extra_state
+        self._extra = [name for name, module in network.named_modules() if type(module).get_extra_state is not kept]
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
@@ -51,6 +53,10 @@ class EMA:
         current += [trained[i] for i in rest]
         if kept:
             torch._foreach_copy_(kept, current)
+        # what a module keeps beside tensors is no average either
+        for name in self._extra:
+            state = copy.deepcopy(network.get_submodule(name).get_extra_state())
+            self.network.get_submodule(name).set_extra_state(state)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged weights, under the network's own keys."""

@@ -17,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from models.checkpoint import write_whole
 from models.distributed import ALONE, Processes, Told, Untold
 from models.report import SetScores
+from models.screen import Screen
 from options.schema import WandbOptions
 
 logger = logging.getLogger("pellucid")
 # a file or a pipe has no width to fit into
-console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+console = Console(file=Screen(sys.stdout), soft_wrap=True, width=None if Screen(sys.stdout).isatty() else 160)
 LINE_FORMAT = "%(asctime)s %(levelname)s: %(message)s"
 
 
@@ -50,7 +51,8 @@ def start_logging(file: Path | None = None, processes: Processes = ALONE, *, lev
             logger.addHandler(Untold())
         return
     early = [record for handler in logger.handlers if isinstance(handler, _Early) for record in handler.records]
-    console.file = sys.stdout
+    # whoever reads along may leave; the run goes on, and the file has every line
+    console.file = Screen(sys.stdout)
     for handler in [handler for handler in logger.handlers if not isinstance(handler, Told)]:
         logger.removeHandler(handler)
         handler.close()
@@ -60,7 +62,7 @@ def start_logging(file: Path | None = None, processes: Processes = ALONE, *, lev
         screen: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)
         screen.addFilter(lambda record: not getattr(record, "in_bar", False))
     else:
-        screen = logging.StreamHandler(sys.stdout)
+        screen = logging.StreamHandler(console.file)
         screen.setFormatter(logging.Formatter(LINE_FORMAT))
     screen.addFilter(lambda record: not getattr(record, "file_only", False))
     logger.addHandler(screen)
@@ -119,9 +121,21 @@ class Logbook:
             self.progress.update(self._task, completed=iteration)
 
     def train(
-        self, iteration: int, epoch: int, *, lrs: Sequence[float], logs: Mapping[str, float], times: tuple[float, float]
+        self,
+        iteration: int,
+        epoch: int,
+        *,
+        lrs: Sequence[float],
+        logs: Mapping[str, float],
+        times: tuple[float, float],
+        row: bool = True,
     ) -> None:
-        """One line of training; ``times`` are the mean seconds of an iteration and of waiting for its data."""
+        """One line of training.
+
+        Args:
+            times: mean seconds of an iteration, and of waiting for its data.
+            row: False shows the line and records nothing.
+        """
         rates = "".join(f"{lr:.3e}," for lr in lrs)
         done = max(iteration - self.start, 1)
         left = (time.monotonic() - self._began) / done * (self.total - iteration)
@@ -133,17 +147,10 @@ class Logbook:
         if self.progress is not None:
             text = " ".join(f"{label} {value:.4f}" for label, value in logs.items() if label.startswith("l_"))
             self.progress.update(self._task, description=f"{text} lr {lrs[0]:.2e}")
-        self._append(
-            {
-                "kind": "train",
-                "iter": iteration,
-                "epoch": epoch,
-                "lr": lrs[0],
-                **logs,
-                "time": times[0],
-                "data": times[1],
-            }
-        )
+        if not row:
+            return
+        place = {"kind": "train", "iter": iteration, "epoch": epoch, "lr": lrs[0]}
+        self._append({**place, **logs, "time": times[0], "data": times[1]})
         for label, value in logs.items():
             self._scalar(f"losses/{label}" if label.startswith("l_") else label, value, iteration)
         self._scalar("lr", lrs[0], iteration)

@@ -15,12 +15,13 @@ from torch import Tensor
 from models import checkpoint, logbook, progress, report
 from models.base import Base
 from models.distributed import ALONE, Processes
+from models.home import folder_of
 from models.infer import to_uint8
 from models.logbook import Logbook, Mute
 from models.metrics import METRICS
 from models.progress import Progress
 from models.report import SetScores
-from models.runtime import Interrupted, StopSignal, folder_of
+from models.runtime import Interrupted, StopSignal
 from options.errors import UserError
 from options.schema import MetricOptions, Options
 
@@ -135,20 +136,18 @@ def fit(
     Raises:
         Interrupted: a signal came.
         UserError: a picture cannot be read, a loss is not finite, a worker died ..
-        MemoryError, torch.OutOfMemoryError: as they say. A resumable state is saved in each of these cases.
+        MemoryError, torch.OutOfMemoryError: as they say. A resumable state is saved in each of these cases, and at any
+            other error that comes between two steps (in a metric of the user's, for instance).
     """
     run = _Fit(model, train_loader, val_loaders, options, tools, folder, progress or Progress(), processes)
-    with StopSignal(shared=processes.world > 1) as stop:
+    with StopSignal(shared=processes.world > 1, quiet=not processes.is_main) as stop:
         try:
             run.loop(stop)
-        except (Interrupted, UserError, MemoryError, torch.OutOfMemoryError) as error:
-            # none of these came between the parts of a step; but the step before may have spoilt the weights
-            if run.is_sound():
-                run.save(together=isinstance(error, Interrupted))
-            else:
-                logger.warning(
-                    "the weights are not finite, so they are not saved; an earlier state is the last good one"
-                )
+        # whatever it is, it is raised again
+        except Exception as error:
+            # none of these came between the parts of a step
+            whole = isinstance(error, Interrupted | UserError | MemoryError | torch.OutOfMemoryError)
+            run.rescue(whole=whole, together=isinstance(error, Interrupted))
             raise
         finally:
             run.book.close()
@@ -173,6 +172,8 @@ class _Fit:
         self.options, self.tools, self.folder, self.progress = options, tools, folder, progress
         self.latest: list[SetScores] = []
         self.processes = processes
+        # False within a step, when the weights, their average and the count of steps need not belong together
+        self.at_rest = True
         self.book = self._open_book() if processes.is_main else Mute()
 
     def _open_book(self) -> Logbook:
@@ -203,21 +204,22 @@ class _Fit:
 
     def _steps(self, stream: Iterator[Mapping[str, Any]], stop: StopSignal) -> None:
         model, train, every = self.model, self.options.train, self.options.logger
-        pace = _Pace()
+        pace = _Pace(self.progress)
         while model.iteration < train.total_iter:
             pace.start()
             batches = [next(stream) for _ in range(train.accum_iter)]
             pace.got_data()
+            self.at_rest = False
             logs = model.train_step(batches)
             self.progress.samples = self.train_loader.position
             pace.end(logs)
+            self.at_rest = True
             step = model.iteration
             self.book.step(step)
-            if step % every.print_freq == 0 or step == train.total_iter:
-                logs, times = pace.take()
-                logs = self.processes.mean(logs)
-                self.processes.share_warnings()
-                self.book.train(step, self._epoch(), lrs=model.learning_rates(), logs=logs, times=times)
+            due = step % every.print_freq == 0 or step == train.total_iter
+            # the first step is shown too, as a sign of life, and counts for the line that is due
+            if due or step == 1:
+                self._write_line(pace, row=due)
             save_due = step % every.save_checkpoint_freq == 0 or step == train.total_iter
             # before the validation, so that a kill during it costs the validation only
             if save_due:
@@ -229,6 +231,15 @@ class _Fit:
             code = self.processes.highest(stop.code or 0)
             if code:
                 raise Interrupted(code)
+
+    def _write_line(self, pace: "_Pace", *, row: bool) -> None:
+        logs, times = pace.means()
+        logs = self.processes.mean(logs)
+        self.processes.share_warnings()
+        step, lrs = self.model.iteration, self.model.learning_rates()
+        self.book.train(step, self._epoch(), lrs=lrs, logs=logs, times=times, row=row)
+        if row:
+            pace.restart()
 
     def _validation_due(self) -> bool:
         step = self.model.iteration
@@ -272,9 +283,27 @@ class _Fit:
                 self._save_best(scores)
         self.progress.validated = step
 
+    def rescue(self, *, whole: bool, together: bool) -> None:
+        """Save what can be continued, before an error ends the run.
+
+        Args:
+            whole: the error cannot have come between the parts of a step.
+            together: all processes are there.
+        """
+        if not (whole or self.at_rest):
+            logger.warning("the error came within a step, so its state is not saved; the last saved one is good")
+        elif self.model.iteration == 0:
+            logger.warning("no step was finished, so there is nothing to save")
+        elif self.is_sound():
+            self.save(together=together)
+        else:
+            # the step before may have spoilt them
+            logger.warning("the weights are not finite, so they are not saved; an earlier state is the last good one")
+
     def is_sound(self) -> bool:
         """Whether every weight is a finite number."""
-        return all(bool(value.isfinite().all()) for part in self.model.weights().values() for value in part.values())
+        values = [value for part in self.model.weights().values() for value in part.values()]
+        return all(bool(value.isfinite().all()) for value in values if isinstance(value, Tensor))
 
     def save(self, *, together: bool = True) -> None:
         """Weights and a resumable state of this iteration; not ``together`` where other processes may be gone."""
@@ -291,7 +320,7 @@ class _Fit:
 
     def _save_state(self, *, together: bool = True) -> None:
         path = self.folder / "training_states" / f"{self.model.iteration}.state"
-        progress.save(path, self.model, self.progress, processes=self.processes, together=together)
+        progress.save(path, self.model, self.progress, self.options, processes=self.processes, together=together)
 
     def _save_best(self, scores: SetScores) -> None:
         weights = self.model.weights()
@@ -302,10 +331,16 @@ class _Fit:
 
 
 class _Pace:
-    """Means since the last log line: of what a step reports, its seconds, and its seconds of waiting for data."""
+    """Means since the last log line: of what a step reports, its seconds, and its seconds of waiting for data.
 
-    def __init__(self) -> None:
-        self._reset()
+    What steps report is kept in the progress, so that a resumed run prints what an unbroken one would; seconds are
+    those of this process.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._total = self._data = 0.0
+        self._count = 0
 
     def start(self) -> None:
         self._began = time.perf_counter()
@@ -314,27 +349,17 @@ class _Pace:
         self._data += time.perf_counter() - self._began
 
     def end(self, logs: Mapping[str, Tensor]) -> None:
-        for label, value in logs.items():
-            self._sums[label] = self._sums.get(label, 0) + value
+        self._progress.add(logs)
         self._total += time.perf_counter() - self._began
         self._count += 1
 
-    def take(self) -> tuple[dict[str, float], tuple[float, float]]:
-        means = {label: (value / self._count).item() for label, value in self._sums.items()}
-        times = self._total / self._count, self._data / self._count
-        self._reset()
-        return means, times
+    def means(self) -> tuple[dict[str, float], tuple[float, float]]:
+        return self._progress.means(), (self._total / self._count, self._data / self._count)
 
-    def _reset(self) -> None:
+    def restart(self) -> None:
         self._total = self._data = 0.0
-        self._count = 0
-        self._sums: dict[str, Tensor] = {}
-
-
-def tell_plan(rows: Iterable[tuple[str, str]]) -> None:
-    """Write the plan to the log."""
-    for subject, value in rows:
-        logger.info(f"{subject}: {value}")
+        self._count = self._progress.count = 0
+        self._progress.sums = {}
 
 
 def show(results: list[SetScores]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from models.distributed import ALONE, Processes
 from models.loop import PictureTools, evaluate
 from options.errors import OptionsError
 from options.schema import Options
+
+logger = logging.getLogger("pellucid")
 
 
 def describe(
@@ -117,6 +120,12 @@ def try_validation(
         took = f"{time.perf_counter() - began:.2f} s for one picture{' each' if processes.world > 1 else ''}"
         rows.append(("trial validation", f"{name}: {took}: {values}"))
     return rows
+
+
+def tell(rows: Iterable[tuple[str, str]]) -> None:
+    """Write the plan to the log."""
+    for subject, value in rows:
+        logger.info(f"{subject}: {value}")
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Table:

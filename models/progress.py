@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from models import checkpoint
+from models import changes, checkpoint, home
 from models.base import Base
 from models.distributed import ALONE, Processes
 from models.report import SetScores
 from options.errors import OptionsError
+from options.schema import Options
 
 logger = logging.getLogger("pellucid")
 
@@ -31,11 +33,25 @@ class Progress:
         samples: training samples taken so far, over all processes.
         validated: iteration of the last complete validation.
         best: set -> metric -> (best value so far, its iteration).
+        sums: what the steps since the last log line reported, added up.
+        count: how many steps these are.
     """
 
     samples: int = 0
     validated: int = 0
     best: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, logs: Mapping[str, Tensor]) -> None:
+        """Take in what one step reports."""
+        for label, value in logs.items():
+            self.sums[label] = self.sums.get(label, 0) + value
+        self.count += 1
+
+    def means(self) -> dict[str, float]:
+        """Means over the steps since the last log line."""
+        return {label: (value / self.count).item() for label, value in self.sums.items()}
 
     def update_best(self, scores: SetScores, better: Mapping[str, str], iteration: int) -> list[str]:
         """Take in one validation; return the metrics that improved. What is not a number is never the best."""
@@ -50,39 +66,69 @@ class Progress:
         return improved
 
 
-def save(path: Path, model: Base, progress: Progress, *, processes: Processes = ALONE, together: bool = True) -> None:
-    """Write a state: the model's, the progress, and the random states of the processes.
+def save(
+    path: Path,
+    model: Base,
+    progress: Progress,
+    options: Options | None = None,
+    *,
+    processes: Processes = ALONE,
+    together: bool = True,
+) -> None:
+    """Write a state: the model's, the progress, the random states of the processes, and what ``options`` decide.
 
     Args:
         processes: all of them call this, the first one writes.
-        together: False writes the random states of the first process only, since the others may be gone.
+        together: False writes the first process's own part only, since the others may be gone.
     """
-    randoms = processes.gather(_random_states()) if together else [_random_states()]
+    own = {"random": _random_states(), "sums": progress.sums, "count": progress.count}
+    first, *others = processes.gather(own) if together else [own]
     if not processes.is_main:
         return
     state = {"model": model.state_dict(), "samples": progress.samples, "validated": progress.validated}
-    others = {"world": processes.world, "random_of_others": randoms[1:]}
-    checkpoint.save_state(path, {**state, "best": progress.best, "random": randoms[0], **others})
+    run = changes.facts(options, processes.world) if options is not None else {}
+    parts = {"world": processes.world, "others": others, "best": progress.best, "run": run}
+    checkpoint.save_state(path, {**state, **first, **parts})
 
 
-def resume(path: Path, model: Base, processes: Processes = ALONE) -> Progress:
+def resume(path: Path, model: Base, options: Options | None = None, processes: Processes = ALONE) -> Progress:
     """Bring a model, and the random states of the processes, to where a state was saved.
 
+    Args:
+        options: of this run; where they differ from those of the state, the log says what changes.
+
     Raises:
-        OptionsError: the file is no state of this program, or belongs to another network or optimizer.
+        OptionsError: the file is no state of this program, is spoilt by NaN, or belongs to another network or
+            optimizer.
     """
-    state = checkpoint.load_state(path)
+    state = checkpoint.load_sound_state(path)
     lacking = [key for key in ("model", "samples", "validated", "best", "random") if key not in state]
     if lacking:
         way = "to start from the weights of a file, name it in path.pretrain_network_g"
         raise OptionsError(f"{path} is not a state that train.py saved (it has no {', '.join(lacking)}); {way}")
     model.load_state_dict(state["model"])
     try:
-        _restore_random_states(_own_random_states(path, state, processes))
+        own = _own_part(path, state, processes)
+        if "random" in own:
+            _restore_random_states(own["random"])
         best = {name: {label: tuple(pair) for label, pair in kept.items()} for name, kept in state["best"].items()}
-        return Progress(samples=int(state["samples"]), validated=int(state["validated"]), best=best)
+        done = Progress(samples=int(state["samples"]), validated=int(state["validated"]), best=best)
+        # states of before these were kept have none
+        done.sums, done.count = dict(own.get("sums", {})), int(own.get("count", 0))
+        now = changes.facts(options, processes.world) if options and state.get("run") else {}
+        told = changes.describe(state["run"], now) if now else ""
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise OptionsError(f"{path} is damaged: {str(error).splitlines()[0]}; take an earlier state") from error
+    if told:
+        logger.warning(f"continuing with changes: {told}")
+    return done
+
+
+def go_on_in(folder: Path, state: Path, iteration: int) -> None:
+    """Tell where a run goes on, and clear its folder of what an earlier try left beyond that."""
+    logger.info(f"continuing from {state}, after iteration {iteration}")
+    home.say_where_the_record_is(folder, state, iteration)
+    set_aside_later(folder, iteration)
 
 
 def set_aside_later(folder: Path, iteration: int) -> None:
@@ -103,21 +149,25 @@ def _number(text: str) -> int:
     return int(text) if text.isdigit() else -1
 
 
-def _iteration_of(path: Path) -> int:
-    with safe_open(path, "pt") as file:
-        return int(json.loads((file.metadata() or {}).get("iteration", "-1")))
+def _iteration_of(path: Path) -> float:
+    try:
+        with safe_open(path, "pt") as file:
+            return int(json.loads((file.metadata() or {}).get("iteration", "-1")))
+    except (SafetensorError, OSError, ValueError, TypeError):
+        return math.inf  # unreadable: no part of what is continued
 
 
-def _own_random_states(path: Path, state: Mapping[str, Any], processes: Processes) -> Mapping[str, Any]:
-    randoms, world = [state["random"], *state.get("random_of_others", [])], state.get("world", 1)
-    if world == processes.world == len(randoms):
-        return randoms[processes.rank]
+def _own_part(path: Path, state: Mapping[str, Any], processes: Processes) -> Mapping[str, Any]:
+    """What a state holds of this process alone; empty where it holds nothing of it."""
+    parts, world = [state, *state.get("others", [])], state.get("world", 1)
+    if world == processes.world == len(parts):
+        return parts[processes.rank]
     if world != processes.world:
         why = f"was saved by a run of {world} processes, and this one has {processes.world}"
     else:
         why = "was saved when an error ended the run, so it has the random state of the first process only"
     logger.warning(f"{path} {why}: training goes on with the next sample, but is not equal to the bit")
-    return randoms[0] if processes.is_main else _random_states()
+    return state if processes.is_main else {}
 
 
 def _random_states() -> dict[str, Any]:

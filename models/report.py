@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
 
+from models.checkpoint import write_whole
 from options.schema import MetricOptions
 
 
@@ -117,7 +118,7 @@ def learning_curve(metrics: Path, picture: Path) -> None:
     for axis, label in zip(axes[1:], labels, strict=True):
         _draw_scores(axis, label, validations)
     axes[-1].set_xlabel("iteration")
-    figure.savefig(picture, dpi=110)
+    write_whole(picture, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
 
 
 def _draw_losses(axis: Axes, steps: Sequence[Mapping[str, float]]) -> None:

@@ -244,7 +244,11 @@ class RestorationModel(Base):
         networks = {"params": self.network}
         if self.ema is not None:
             networks["params_ema"] = self.ema.network
-        return {key: {k: v.detach().cpu() for k, v in n.state_dict().items()} for key, n in networks.items()}
+        # what a module's get_extra_state returns need be no tensor
+        return {
+            key: {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in n.state_dict().items()}
+            for key, n in networks.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`Base.state_dict`."""
@@ -294,7 +298,7 @@ class RestorationModel(Base):
 def _check_shapes(network: nn.Module, saved: Mapping[str, Tensor]) -> None:
     # a network may adapt weights of another scale when it loads them; to go on with a run that is wrong
     for key, tensor in network.state_dict().items():
-        if key in saved and saved[key].shape != tensor.shape:
+        if key in saved and isinstance(tensor, Tensor) and saved[key].shape != tensor.shape:
             raise ValueError(f"{key} is {tuple(saved[key].shape)} in the state and {tuple(tensor.shape)} here")
 
 

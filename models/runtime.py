@@ -1,19 +1,22 @@
-"""Around a run: seeds, the device, folders, signals, and errors turned into exit codes."""
+"""Around a run: seeds, the device, signals, and errors turned into exit codes."""
 
-import datetime
+import contextlib
 import logging
 import os
 import random
+import shlex
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from kernels.dispatch import KernelUnavailable
+from models import blame, home
+from models.screen import Screen
 from options.errors import OptionsError, UserError
 from options.schema import Options
 
@@ -33,21 +36,25 @@ class Interrupted(Ended):
 
 
 class StopSignal:
-    """Remembers Ctrl-C and SIGTERM until the loop is at a safe place; a second Ctrl-C stops at once.
+    """Remembers Ctrl-C, SIGTERM and SIGHUP until the loop is at a safe place; a second Ctrl-C stops at once.
+
+    A signal that the process was started to ignore (``nohup``, or in the background of a script) stays ignored.
 
     Args:
         shared: the process is one of several. A Ctrl-C then comes from the terminal and from the launcher, which counts
             as one; and a launcher that ends all processes does not cut short the last words of one that ends already.
+        quiet: another process speaks.
     """
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool = False, quiet: bool = False) -> None:
         self.code: int | None = None
-        self._shared, self._since = shared, 0.0
+        self._shared, self._quiet, self._since = shared, quiet, 0.0
         self._old: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._receive)
+        for number in _STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._old[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -63,29 +70,55 @@ class StopSignal:
         if self.code is not None and self._shared:
             return
         self._since = time.monotonic()
-        self.code = 130 if number == signal.SIGINT else 143
-        logger.warning("stopping after this step; a resumable state will be saved (press Ctrl-C again to stop at once)")
+        self.code = 128 + number
+        if not self._quiet:
+            # not through the log, which may be in the middle of a line of its own
+            with contextlib.suppress(OSError):
+                os.write(2, _STOPPING_SOON)
+
+
+_STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_STOPPING_SOON = b"stopping after this step; a resumable state will be saved (press Ctrl-C again to stop at once)\n"
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP at a time when there is nothing to save."""
 
 
 def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
-    """Call ``main`` and return the exit code; a user's mistake is told in words, without a traceback."""
-    try:
-        main(argv)
-    except Ended as end:
-        return end.code
-    except (UserError, KeyboardInterrupt, KernelUnavailable, torch.OutOfMemoryError, MemoryError) as error:
-        code, text = explain(error)
-        tell(text)
-        return code
+    """Call ``main`` and return the exit code.
+
+    A user's mistake is told in words, without a traceback; an error in a component that the user brought, by its place
+    there, with the traceback in the log file. A mistake of this program is raised.
+    """
+    with _terminations_raised():
+        try:
+            main(argv)
+        except Interrupted as stop:
+            _tell_how_to_continue(argv)
+            return stop.code
+        except Ended as end:
+            return end.code
+        except (Exception, KeyboardInterrupt) as error:
+            record(error)
+            explained = explain(error)
+            if explained is None:
+                raise
+            code, text = explained
+            tell(text)
+            return code
+        finally:
+            home.release()
     return 0
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
     """Exit code and words for an error that is the user's to mend; None for a mistake of the program."""
+    place = blame.place_of_user(error)
     if isinstance(error, UserError):
-        return error.exit_code, str(error)
+        return error.exit_code, f"{error}\n  raised at {place}" if place else str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return error.args[0] if isinstance(error, _Terminated) else 130, _INTERRUPTED
     if isinstance(error, KernelUnavailable):
         return OptionsError.exit_code, str(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -94,14 +127,52 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, MemoryError):
         ways = "lower batch_size_per_gpu, gt_size or num_worker_per_gpu"
         return 1, f"the machine is out of memory ({error}); {ways}"
-    return None
+    if place is None:
+        return None
+    where = "the whole traceback is in the log file, where there is one"
+    return 1, f"{blame.summary(error)}\n  raised at {place}\n  {where}"
+
+
+_INTERRUPTED = "interrupted before the first step, or at once: what was saved before is all there is"
+
+
+def record(error: BaseException) -> None:
+    """Write the traceback to the log file, where it says more than the words do."""
+    if explain(error) is None or blame.place_of_user(error):
+        logger.error(blame.full_text(error), extra={"file_only": True})
 
 
 def tell(text: str, *, file_only: bool = False) -> None:
     """Print the reason for the end, and write it to the log file."""
     if not file_only:
-        print(text if text == "interrupted" else f"error: {text}", file=sys.stderr, flush=True)
+        print(text if text == _INTERRUPTED else f"error: {text}", file=Screen(sys.stderr), flush=True)
     logger.error(text, extra={"file_only": True})
+
+
+def _tell_how_to_continue(argv: list[str]) -> None:
+    resume = [] if "--auto_resume" in argv else ["--auto_resume"]
+    world = os.environ.get("WORLD_SIZE") or "1"
+    starter = "python" if world == "1" else f"torchrun --nproc_per_node={world}"
+    logger.info(f"interrupted; to continue: {starter} {shlex.join([*sys.argv[:1], *argv, *resume])}")
+
+
+@contextlib.contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the process through exceptions, as Ctrl-C does, wherever nothing else is said."""
+
+    def terminate(number: int, _frame: object) -> None:
+        raise _Terminated(128 + number)
+
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in _STOPPING:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                old[number] = signal.signal(number, terminate)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def seed_all(seed: int, *, deterministic: bool = False) -> None:
@@ -112,7 +183,9 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    # the call imports the compiler, which takes seconds
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def choose_device(options: Options, *, local_rank: int = 0, world: int = 1) -> torch.device:
@@ -144,64 +217,3 @@ def choose_device(options: Options, *, local_rank: int = 0, world: int = 1) -> t
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def folder_of(options: Options, kind: str) -> Path:
-    """``experiments/<name>`` or ``results/<name>`` or ``tb_logger/<name>``."""
-    root = options.path.root or Path.cwd()
-    given = {"experiments": options.path.experiments_root, "results": options.path.results_root}.get(kind)
-    return (given or root / kind) / options.name
-
-
-def find_state(options: Options, auto_resume: bool) -> Path | None:
-    """The state file to continue from: ``path.resume_state``, or the newest of the run with ``--auto_resume``."""
-    if auto_resume:
-        states = list((folder_of(options, "experiments") / "training_states").glob("*.state"))
-        numbered = [(int(state.stem), state) for state in states if state.stem.isdigit()]
-        if numbered:
-            return max(numbered)[1]
-        logger.info("--auto_resume: the run has no saved state yet, so it starts from the beginning")
-    return options.path.resume_state
-
-
-def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> Path:
-    """Make the run's folder and put a copy of the option file into it.
-
-    An earlier run of the same name is kept: its folder is renamed, and the log says to what.
-
-    Raises:
-        UserError: the folder cannot be made or written to.
-    """
-    folder = folder_of(options, kind)
-    try:
-        # first, since the file may be the copy in the folder that is renamed
-        text = options.file.read_text(encoding="utf-8-sig") if options.file is not None else None
-        if not keep:
-            for earlier in [folder, folder_of(options, "tb_logger")] if kind == "experiments" else [folder]:
-                _archive(earlier)
-        folder.mkdir(parents=True, exist_ok=True)
-        if text is not None:
-            header = f"# copied {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n# command: {command}\n\n"
-            (folder / options.file.name).write_text(header + text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the run's folder {folder} cannot be prepared: {error}") from error
-    return folder
-
-
-def _archive(folder: Path) -> None:
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    archived = folder.with_name(f"{folder.name}_archived_{_stamp()}")
-    while archived.exists():
-        archived = archived.with_name(f"{archived.name}_")
-    folder.rename(archived)
-    logger.warning(f"{folder} held an earlier run, which is now {archived}")
-
-
-def log_file(folder: Path, options: Options, kind: str) -> Path:
-    """``train_<name>_<time>.log`` in the run's folder."""
-    return folder / f"{kind}_{options.name}_{_stamp()}.log"
-
-
-def _stamp() -> str:
-    return datetime.datetime.now().strftime("%Y%m%d_%H%M%S")

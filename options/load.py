@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from options import basicsr_alias, check, schema, yaml_file
+from options import basicsr_alias, check, remarks, schema, yaml_file
 from options.errors import OptionsError
 from options.overrides import apply_overrides, report
 from options.registry import (
@@ -73,6 +73,9 @@ def load(path: Path, overrides: Sequence[str] = (), *, training: bool = True, de
         raise OptionsError(report(path, problems, lines, overrides))
     for place, why in inert_keys(options):
         logger.warning(f"{place} has no effect: {why}")
+    remark = remarks.schedule(options.train) if training else ""
+    if remark:
+        logger.warning(remark)
     return options.model_copy(update={"file": Path(path)})
 
 

@@ -74,6 +74,26 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
     return options, lines
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what this file's reader would take for a number or a truth value."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [
+        *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+        *_Loader.yaml_implicit_resolvers.get(first, []),
+    ]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+# the same list twice is written out twice: option files have no anchors
+_Dumper.ignore_aliases = lambda self, data: True
+
+
+def text_of(options: dict[str, Any]) -> str:
+    """Options of plain types as YAML that :func:`read` reads back as they are."""
+    return yaml.dump(options, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def value_of(text: str, place: str) -> Any:
     """The value of an override, typed as YAML types it: ``1e-4``, ``true``, ``[1, 2]``, ``~``, ``text``."""
     try:

@@ -1,9 +1,12 @@
 """What all tests share: one table of tolerances per dtype, one thread, no backend chosen from outside."""
 
 import copy
+import json
 import logging
 import os
 import runpy
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -173,3 +176,150 @@ def command(tmp_path, capfd):
         return code, printed.out + printed.err
 
     return call
+
+
+# a process that has imported everything and forks: each run is a process of its own, there at once
+NURSERY = """
+import json, os, signal, sys
+import torch, torch._dynamo
+import train
+from models import report, runtime
+
+torch.set_num_threads(1)
+# the picture of the curve has its own tests, and takes longer than a short run
+report.learning_curve = lambda *paths: None
+# what the first step would load
+torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).zero_grad()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+running = set()
+for line in sys.stdin:
+    order = json.loads(line)
+    if "argv" not in order:
+        print(os.waitstatus_to_exitcode(os.waitpid(order["pid"], 0)[1]), flush=True)
+        running.remove(order["pid"])
+        continue
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1), os.dup2(output, 2)
+        os.environ.update(order["env"])
+        os.chdir(order["cwd"])
+        for number in order["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        sys.argv = ["train.py", *order["argv"]]
+        sys.exit(runtime.run(train.main, order["argv"]))
+    running.add(child)
+    print(child, flush=True)
+# the tests are over, or were ended
+for child in running:
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+class Run:
+    """One process that trains."""
+
+    def __init__(self, nursery, pid, output):
+        self._nursery, self.pid, self._output = nursery, pid, output
+        self._code = None
+
+    @property
+    def printed(self):
+        return self._output.read_text(errors="replace")
+
+    def wait(self):
+        """The exit code; minus the signal that killed the process."""
+        if self._code is None:
+            self._code = int(self._nursery.ask({"pid": self.pid}))
+        return self._code
+
+    def kill(self, number=signal.SIGKILL):
+        if self._code is None:
+            os.kill(self.pid, number)
+
+
+class Nursery:
+    """``start("-opt", file, ...)`` runs train.py in a new process."""
+
+    def __init__(self, folder):
+        self._folder, self._count, self._runs = folder, 0, []
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+
+    def ask(self, order):
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+    def start(self, *argv, cwd=ROOT, env=None, ignored=()):
+        self._count += 1
+        output = self._folder / f"{self._count}.txt"
+        output.touch()
+        order = {"argv": list(map(str, argv)), "output": str(output), "cwd": str(cwd), "env": env or {}}
+        self._runs.append(Run(self, int(self.ask({**order, "ignored": list(ignored)})), output))
+        return self._runs[-1]
+
+    def end_all(self):
+        """End what a failed test left running."""
+        for run in self._runs:
+            run.kill()
+            run.wait()
+        self._runs = []
+
+    def close(self):
+        self.end_all()
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def _nursery(tmp_path_factory):
+    made = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def nursery(_nursery):
+    """Starts real processes of train.py quickly."""
+    yield _nursery
+    _nursery.end_all()
+
+
+@pytest.fixture
+def photos(right, tmp_path):
+    """A run of a tiny SST on five crops of photographs, judged on a sixth."""
+    crops = [("train", "train/picos.jpg", 5), ("val", "val/coffee.png", 1)]
+    for name, source, count in crops:
+        (tmp_path / name).mkdir()
+        picture = cv2.imread(str(ROOT / "datasets/quickstart" / source))
+        for i in range(count):
+            cv2.imwrite(str(tmp_path / name / f"crop{i}.png"), picture[40 + 20 * i :][:32, 60 + 30 * i :][:, :40])
+        right["datasets"][name]["dataroot_gt"] = str(tmp_path / name)
+    right["datasets"]["train"] |= {"gt_size": 16, "num_worker_per_gpu": 2}
+    right["datasets"]["val"]["num_worker_per_gpu"] = 0
+    right["network_g"] |= {"dim": 8, "ranks": [2, 2], "window_sizes": [2, 4]}
+    right["train"] |= {"total_iter": 20, "scheduler": None}
+    right["val"]["val_freq"] = 5
+    right["logger"] |= {"use_tb_logger": False, "print_freq": 4, "save_checkpoint_freq": 5}
+    right["path"]["root"] = str(tmp_path / "out")
+    return right
+
+
+@pytest.fixture
+def option_file(tmp_path):
+    """``option_file(options)``: written to a file of its own."""
+
+    def write(options, folder=tmp_path):
+        file = folder / f"{options['name']}.yml"
+        file.write_text(yaml.safe_dump(options, sort_keys=False))
+        return file
+
+    return write

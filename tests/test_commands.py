@@ -219,6 +219,8 @@ def test_a_signal_to_the_whole_group_saves_a_state_and_ends_with_its_code(small,
         text=True,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # the tests themselves may have been started to ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = tmp_path / "out/experiments/small/metrics.jsonl"
     deadline = time.monotonic() + 60

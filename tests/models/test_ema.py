@@ -135,3 +135,25 @@ def test_another_network_is_refused(net):
     net.conv = nn.Conv2d(3, 4, 5)
     with pytest.raises(ValueError, match=r"conv.weight \(4, 3, 3, 3\) became \(4, 3, 5, 5\)"):
         ema.update(net)
+
+
+class Counting(nn.Module):
+    """Keeps a number that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(1)), 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def test_what_a_module_keeps_beside_tensors_is_copied():
+    net = nn.Sequential(Counting())
+    average = EMA(net, 0.9)
+    net[0].seen = 5
+    average.update(net)
+    assert average.network[0].seen == 5

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import signal
 
 import numpy as np
@@ -75,6 +76,24 @@ def test_what_is_not_a_number_is_never_the_best(better):
 
 def test_infinity_is_the_best_of_the_higher_ones():
     assert take_in([30.0, math.inf], "higher") == ((math.inf, 2), [True, True])
+
+
+# log lines
+
+
+def test_the_first_step_is_shown_at_once_and_counts_for_the_line_that_is_due(tiny, command, tmp_path):
+    code, seldom = command("train.py", tiny, "logger.print_freq=4")
+    assert code == 0, seldom
+    assert re.findall("iter: +([0-9]+), lr", seldom) == ["1", "4"]
+    (row,) = trainings(tmp_path / "out/experiments/small")
+    command("train.py", tiny, "logger.print_freq=1")
+    each = [row["l_pix"] for row in trainings(tmp_path / "out/experiments/small")]
+    assert len(each) == 4
+    assert row["l_pix"] == pytest.approx(sum(each) / 4, rel=1e-6)
+
+
+def trainings(folder):
+    return [row for row in map(json.loads, (folder / "metrics.jsonl").open()) if row["kind"] == "train"]
 
 
 # states

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import logbook, runtime
+from models import checkpoint, home, logbook, runtime
 from models.runtime import Interrupted, StopSignal
 from options.errors import DataError, OptionsError, UserError
 
@@ -24,35 +24,40 @@ def written(path, text="x"):
     return path
 
 
+def saved(path):
+    checkpoint.save_state(path, {"a": 1})
+    return path
+
+
 # where things are
 
 
 def test_the_newest_state_is_the_one_of_the_highest_iteration(options, tmp_path):
     states = tmp_path / "out/experiments/small/training_states"
     for name in ("9.state", "10.state", "notes.state", "11.txt"):
-        written(states / name)
-    assert runtime.find_state(options, auto_resume=True) == states / "10.state"
+        saved(states / name)
+    assert home.find_state(options, auto_resume=True) == states / "10.state"
 
 
 def test_a_run_without_a_state_starts_from_the_beginning_and_says_so(options, caplog):
     caplog.set_level(logging.INFO, "pellucid")
-    assert runtime.find_state(options, auto_resume=True) is None
+    assert home.find_state(options, auto_resume=True) is None
     assert "no saved state yet" in caplog.text
 
 
 def test_states_are_not_looked_for_unasked(options, tmp_path):
-    written(tmp_path / "out/experiments/small/training_states/10.state")
-    assert runtime.find_state(options, auto_resume=False) is None
+    saved(tmp_path / "out/experiments/small/training_states/10.state")
+    assert home.find_state(options, auto_resume=False) is None
 
 
 def test_a_named_state_is_taken(make_options, tmp_path):
     state = written(tmp_path / "5.state")
     options = make_options(f"path.root={tmp_path / 'out'}", f"path.resume_state={state}")
-    assert runtime.find_state(options, auto_resume=False) == state
+    assert home.find_state(options, auto_resume=False) == state
     # an automatic restart of the same command goes on from the run's own state once there is one
-    assert runtime.find_state(options, auto_resume=True) == state
-    own = written(tmp_path / "out/experiments/small/training_states/7.state")
-    assert runtime.find_state(options, auto_resume=True) == own
+    assert home.find_state(options, auto_resume=True) == state
+    own = saved(tmp_path / "out/experiments/small/training_states/7.state")
+    assert home.find_state(options, auto_resume=True) == own
 
 
 @pytest.mark.parametrize(
@@ -68,14 +73,14 @@ def test_a_named_state_is_taken(make_options, tmp_path):
 def test_folders_lie_where_the_options_say(make_options, tmp_path, monkeypatch, override, experiments, results):
     monkeypatch.chdir(tmp_path)
     options = make_options(override)
-    assert runtime.folder_of(options, "experiments").absolute() == tmp_path / experiments
-    assert runtime.folder_of(options, "results").absolute() == tmp_path / results
+    assert home.folder_of(options, "experiments").absolute() == tmp_path / experiments
+    assert home.folder_of(options, "results").absolute() == tmp_path / results
 
 
 def test_a_home_folder_is_understood(make_options, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     options = make_options("path={experiments_root: '~/runs'}")
-    assert runtime.folder_of(options, "experiments") == tmp_path / "runs/small"
+    assert home.folder_of(options, "experiments") == tmp_path / "runs/small"
 
 
 # the folder of a run
@@ -84,30 +89,30 @@ def test_a_home_folder_is_understood(make_options, tmp_path, monkeypatch):
 def test_tensorboard_files_are_kept_beside_the_experiment_they_belong_to(options, tmp_path):
     for kind in ("experiments", "tb_logger"):
         written(tmp_path / "out" / kind / "small/file", kind)
-    runtime.prepare_folder(options, "experiments", keep=False, command="")
+    home.prepare_folder(options, "experiments", keep=False, command="")
     for kind in ("experiments", "tb_logger"):
         (archived,) = (tmp_path / "out" / kind).glob("small_archived_*/file")
         assert archived.read_text() == kind
 
 
 def test_three_runs_within_one_second_are_all_kept(options, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "_stamp", lambda: "20260101_000000")
+    monkeypatch.setattr(home, "_stamp", lambda: "20260101_000000")
     for run in "123":
-        written(runtime.prepare_folder(options, "results", keep=False, command="") / "file", run)
+        written(home.prepare_folder(options, "results", keep=False, command="") / "file", run)
     kept = (tmp_path / "out/results").glob("*/file")
     assert sorted(path.read_text() for path in kept) == ["1", "2", "3"]
 
 
 def test_a_resumed_run_keeps_its_folder(options, tmp_path):
     file = written(tmp_path / "out/experiments/small/file")
-    assert runtime.prepare_folder(options, "experiments", keep=True, command="") == file.parent
+    assert home.prepare_folder(options, "experiments", keep=True, command="") == file.parent
     assert file.exists()
     assert not list((tmp_path / "out/experiments").glob("*_archived_*"))
 
 
 def test_the_folder_holds_the_options_and_the_command(options, tmp_path):
     options = options.model_copy(update={"file": written(tmp_path / "mine.yml", "name: small\n")})
-    folder = runtime.prepare_folder(options, "experiments", keep=False, command="python train.py -opt mine.yml")
+    folder = home.prepare_folder(options, "experiments", keep=False, command="python train.py -opt mine.yml")
     text = (folder / "mine.yml").read_text()
     assert "# command: python train.py -opt mine.yml\n" in text
     assert text.endswith("\nname: small\n")
@@ -286,4 +291,4 @@ def test_a_seed_fixes_every_source_of_randomness():
 
 
 def test_a_log_file_says_what_ran_and_when(options):
-    assert runtime.log_file(Path("folder"), options, "train").match("folder/train_small_2*_*.log")
+    assert home.log_file(Path("folder"), options, "train").match("folder/train_small_2*_*.log")

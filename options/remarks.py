@@ -1,0 +1,21 @@
+"""What is right in the options of a run and yet may not be what its author meant."""
+
+from options.registry import SCHEDULERS
+from options.schema import TrainOptions
+
+
+def schedule(train: TrainOptions) -> str:
+    """One sentence about a warm-up, milestones or periods that do not end with the run; empty where all do."""
+    total, spec = train.total_iter, train.scheduler.spec() if train.scheduler else {}
+    found = []
+    if train.warmup_iter >= total:
+        found.append(f"the warm-up of {train.warmup_iter} never ends")
+    milestones = spec.get("milestones")
+    late = [m for m in milestones if m >= total] if isinstance(milestones, list | tuple) else []
+    if late:
+        found.append(f"the milestones {', '.join(map(str, late))} never act")
+    # the loader has built it already, so that this cannot fail
+    length = getattr(SCHEDULERS.build(spec), "length", None) if spec else None
+    if length is not None and length > total:
+        found.append(f"the periods go on to {length}, so that the learning rate does not come down to its floor")
+    return f"train.total_iter is {total}: {'; '.join(found)}" if found else ""
