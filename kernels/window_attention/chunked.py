@@ -14,18 +14,22 @@ subtracts is one more column of the product dP. Everything is stored as it is mu
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.threads import side_by_side
 from kernels.window_attention.layout import continue_by_reflection, tiles_of
 
 LOG2_E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-# logits in work at once: 2 MB in bfloat16, about the second-level cache of two cores
+# logits that a core works on at once: 2 MB in bfloat16; smaller pieces mean more calls, larger ones leave the cache
 PIECE = 1 << 20
+# parts that the work is divided into, for each core, and the fewest queries of one
+SHARES, SMALLEST_SHARE = 4, 256
 
 
 def chunked(
@@ -176,15 +180,19 @@ def _forward(q: Tensor, k: Tensor, vt: Tensor, *, sampled: bool = True) -> tuple
     """The output, (groups, d, pixels), and the logarithms of the sums in base 2, (groups, pixels), float32 at least."""
     groups, pixels, _ = q.shape
     total = vt.new_empty(groups, vt.shape[1] - 1, pixels)
-    buffer = q.new_empty(_piece(groups, pixels))
-    for some, part in _pieces(groups, pixels):
-        queries = q[some, part]
-        logits = _view(buffer, len(queries), pixels, queries.shape[1])
-        queries[..., -2] = 0
-        keys = _sample(k[some]) if sampled else k[some]
-        queries[..., -2] = -torch.bmm(keys, queries.mT).amax(dim=1)
-        torch.bmm(k[some], queries.mT, out=logits).exp2_()
-        total[some, :, part] = torch.bmm(vt[some, :-1], logits)
+
+    def run(share: _Share) -> None:
+        buffer = q.new_empty(share.piece)
+        for some, part in share.pieces():
+            queries = q[some, part]
+            keys = _sample(k[some]) if sampled else k[some]
+            queries[..., -2] = 0
+            queries[..., -2] = -torch.bmm(keys, queries.mT).amax(dim=1)
+            logits = _view(buffer, len(queries), pixels, queries.shape[1])
+            torch.bmm(k[some], queries.mT, out=logits).exp2_()
+            total[some, :, part] = torch.bmm(vt[some, :-1], logits)
+
+    side_by_side(run, _shares(groups, pixels))
     # one number tells whether all are finite
     if sampled and not math.isfinite(float(total.sum(dtype=_wide(total.dtype)))):
         return _forward(q, k, vt, sampled=False)
@@ -196,24 +204,75 @@ def _backward(q: Tensor, k: Tensor, vt: Tensor, upstream: Tensor, *, width: int)
     """Gradients by the first ``width`` columns of q' and k', with logits in base e, and by v: (groups, pixels, ...)."""
     groups, pixels, _ = q.shape
     d = vt.shape[1] - 2
-    dq, dk = (q.new_empty(groups, pixels, width) for _ in range(2))
-    dv = q.new_empty(groups, pixels, d)
-    buffers = [q.new_empty(_piece(groups, pixels)) for _ in range(2)]
-    sums: list[Tensor] = []
-    for some, part in _pieces(groups, pixels):
-        queries, gradient = q[some, part], upstream[some, :, part]
-        weights, slopes = (_view(buffer, len(queries), pixels, queries.shape[1]) for buffer in buffers)
-        torch.bmm(k[some], queries.mT, out=weights).exp2_()
-        torch.bmm(vt[some].mT, gradient, out=slopes).mul_(weights)
-        dq[some, part] = torch.bmm(slopes.mT, k[some, :, :width])
-        products = torch.bmm(slopes, queries[..., :width]), torch.bmm(weights, gradient[:, :d].mT)
-        if part.start == 0:
-            sums = [x.to(_wide(x.dtype)) for x in products]
-        else:
-            sums = [total.add_(x) for total, x in zip(sums, products, strict=True)]
-        if part.stop >= pixels:
-            dk[some], dv[some] = sums
-    return dq, dk, dv
+    shares = _shares(groups, pixels)
+    splits = max(share.split for share in shares) + 1 if shares else 1
+    dq = q.new_empty(groups, pixels, width)
+    # a key's gradient is a sum over all queries, so over the shares that they are divided into
+    dtype = q.dtype if splits == 1 else _wide(q.dtype)
+    dk, dv = (q.new_empty(splits, groups, pixels, columns, dtype=dtype) for columns in (width, d))
+
+    def run(share: _Share) -> None:
+        buffers = [q.new_empty(share.piece) for _ in range(2)]
+        sums: tuple[Tensor, ...] = ()
+        for some, part in share.pieces():
+            queries, gradient = q[some, part], upstream[some, :, part]
+            weights, slopes = (_view(buffer, len(queries), pixels, queries.shape[1]) for buffer in buffers)
+            torch.bmm(k[some], queries.mT, out=weights).exp2_()
+            torch.bmm(vt[some].mT, gradient, out=slopes).mul_(weights)
+            dq[some, part] = torch.bmm(slopes.mT, k[some, :, :width])
+            products = torch.bmm(slopes, queries[..., :width]), torch.bmm(weights, gradient[:, :d].mT)
+            if part.start == share.queries.start:
+                sums = tuple(x.to(_wide(x.dtype)) for x in products)
+            else:
+                sums = tuple(total.add_(x) for total, x in zip(sums, products, strict=True))
+            if part.stop == share.queries.stop:
+                dk[share.split, some], dv[share.split, some] = sums
+
+    side_by_side(run, shares)
+    return dq, *(x[0] if splits == 1 else x.sum(dim=0) for x in (dk, dv))
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Groups and queries that one core takes, the ``split``-th part of the queries."""
+
+    groups: slice
+    queries: slice
+    split: int
+    pixels: int
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """How many groups and queries make a piece: several groups, or part of one."""
+        groups, queries = self.groups.stop - self.groups.start, self.queries.stop - self.queries.start
+        part = min(queries, max(PIECE // self.pixels // 16 * 16, 16))
+        return min(groups, max(PIECE // (part * self.pixels), 1)), part
+
+    @property
+    def piece(self) -> int:
+        """Logits of a piece."""
+        groups, queries = self._shape
+        return groups * queries * self.pixels
+
+    def pieces(self) -> Iterator[tuple[slice, slice]]:
+        """Groups and queries of each piece."""
+        groups, queries = self._shape
+        for group in range(self.groups.start, self.groups.stop, groups):
+            for query in range(self.queries.start, self.queries.stop, queries):
+                some = slice(group, min(group + groups, self.groups.stop))
+                yield some, slice(query, min(query + queries, self.queries.stop))
+
+
+def _shares(groups: int, pixels: int) -> list[_Share]:
+    """A few for each core, so that one that is held up has less to do in the end."""
+    wanted = SHARES * torch.get_num_threads()
+    splits = min(max(wanted // max(groups, 1), 1), max(pixels // SMALLEST_SHARE, 1))
+    step, part = max(-(-groups // wanted), 1), -(-pixels // splits)
+    return [
+        _Share(slice(group, min(group + step, groups)), slice(query, min(query + part, pixels)), query // part, pixels)
+        for group in range(0, groups, step)
+        for query in range(0, pixels, part)
+    ]
 
 
 def _sample(keys: Tensor) -> Tensor:
@@ -222,24 +281,6 @@ def _sample(keys: Tensor) -> Tensor:
     count = min(max(pixels // 16, 8), 64)
     step = max(pixels // count, 1)
     return keys[:, :: step + 1] if step > 1 else keys
-
-
-def _pieces(groups: int, pixels: int) -> Iterator[tuple[slice, slice]]:
-    """Groups and queries whose logits fill one piece: several groups, or part of one."""
-    some, part = _piece_shape(pixels)
-    for group in range(0, groups, some):
-        for query in range(0, pixels, part):
-            yield slice(group, group + some), slice(query, query + part)
-
-
-def _piece(groups: int, pixels: int) -> int:
-    some, part = _piece_shape(pixels)
-    return min(some, groups) * min(part, pixels) * pixels
-
-
-def _piece_shape(pixels: int) -> tuple[int, int]:
-    some = max(PIECE // pixels**2, 1)
-    return some, pixels if pixels**2 <= PIECE else max(PIECE // pixels // 16 * 16, 16)
 
 
 def _view(buffer: Tensor, groups: int, keys: int, queries: int) -> Tensor:

@@ -17,11 +17,16 @@ def with_gradients(arguments, **options):
     return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), upstream)]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("piece", [16 * 64, 40 * 64, 64 * 64, 3 * 64 * 64], ids=str)
-def test_the_size_of_the_pieces_changes_nothing(piece, monkeypatch):
-    arguments = cases.make_inputs(CASE, dtype=torch.float64)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_neither_the_pieces_nor_the_threads_change_the_result(batch, piece, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    case = cases.Case("", batch, 13, 7, 1, 6, 8, 3)
+    arguments = cases.make_inputs(case, dtype=torch.float64)
     expected = with_gradients(arguments, backend="reference")
     monkeypatch.setattr(chunked, "PIECE", piece)
+    monkeypatch.setattr(chunked, "SMALLEST_SHARE", 16)
     for found, wanted in zip(with_gradients(arguments, backend="chunked"), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
