@@ -220,7 +220,7 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(site):
     assert resumed.read_bytes() == (states / "4.state").read_bytes()
     # the processes draw different numbers, or dropout would be the same everywhere
     state = torch.load(resumed, weights_only=True)
-    assert not torch.equal(state["random"]["torch"], state["random_of_others"][0]["torch"])
+    assert not torch.equal(state["random"]["torch"], state["others"][0]["random"]["torch"])
 
 
 def test_another_number_of_processes_goes_on_from_the_next_sample_and_says_so(trained, site, command, own_registry):
@@ -303,8 +303,8 @@ def test_a_signal_to_one_process_stops_all_of_them_at_the_same_step(site):
     codes, printed = ended(processes)
     assert codes == [143, 143], printed
     (path,) = (folder / "training_states").glob("*.state")
-    assert len(torch.load(path, weights_only=True)["random_of_others"]) == 1
-    assert "rank 1: stopping after this step" in printed[0]
+    assert len(torch.load(path, weights_only=True)["others"]) == 1
+    assert "interrupted; to continue: torchrun --nproc_per_node=2 " in printed[0]
     assert printed[1] == ""
 
 
