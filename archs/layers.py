@@ -49,6 +49,12 @@ class Pointwise(nn.Conv2d):
         """(b, in_channels, h, w) -> (b, out_channels, h, w), channels-last"""
         return F.linear(x.permute(0, 2, 3, 1), self.weight[:, :, 0, 0], self.bias).permute(0, 3, 1, 2)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pointwise":
+        super()._apply(fn, recurse)
+        # channels-last would give the weight other strides than its gradient has, which distributed training objects to
+        self.weight.data = self.weight.data.flatten(1)[:, :, None, None]
+        return self
+
 
 class Upsampler(nn.Module):
     """From features and the image they come from to the larger image.

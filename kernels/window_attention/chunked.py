@@ -12,6 +12,7 @@ Backward, m is the logarithm of the sum, so that P comes out normalised, and the
 subtracts is one more column of the product dP. Everything is stored as it is multiplied: keys by queries, P^T.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +88,14 @@ def declines(
     # without the products of 16-bit numbers only the shorter v is left to gain
     if dtype == torch.float64 or (dtype == torch.float32 and window < 64):
         return f"windows of {window} in {str(dtype).removeprefix('torch.')} are slower by it"
+    if dtype == torch.bfloat16 and not _multiplies_bfloat16():
+        return "this processor has no fast products in bfloat16"
     return None
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class _Attention(torch.autograd.Function):

@@ -228,3 +228,10 @@ def test_a_bad_argument_fails_at_construction_with_its_value(changes, message, b
 def test_an_image_of_the_wrong_shape_is_refused(shape, build):
     with pytest.raises(ValueError, match=r"x must be \(b, 3, h, w\), got"):
         build()(torch.rand(shape))
+
+
+def test_gradients_lie_in_memory_as_their_parameters_do(build):
+    net = build(dim=12, upsampler_type="pixelshuffle").train().to(memory_format=torch.channels_last)
+    net(torch.rand(2, 3, 9, 10)).sum().backward()
+    strides = {name: (p.stride(), p.grad.stride()) for name, p in net.named_parameters()}
+    assert {name: pair for name, pair in strides.items() if pair[0] != pair[1]} == {}

@@ -74,7 +74,9 @@ def test_bfloat16_is_about_as_exact_as_in_pytorchs_attention_and_more_so_around_
     assert errors["chunked"] <= ratio * errors["sdpa"]
 
 
-def test_it_is_taken_where_it_is_faster_and_says_why_not_elsewhere():
+def test_it_is_taken_where_it_is_faster_and_says_why_not_elsewhere(monkeypatch):
+    monkeypatch.setattr(chunked, "_multiplies_bfloat16", lambda: True)
+
     def reason(qkv, window, **options):
         return explain("window_attention", qkv, window=window, heads=2, **options)
 
@@ -84,6 +86,8 @@ def test_it_is_taken_where_it_is_faster_and_says_why_not_elsewhere():
     assert "windows of 32 in float32 are slower" in reason(qkv, 32)
     assert "overflow in float16" in reason(qkv, 8, dtype=torch.float16)
     assert "this tensor is on meta" in reason(qkv.to("meta"), 64)
+    monkeypatch.setattr(chunked, "_multiplies_bfloat16", lambda: False)
+    assert "no fast products in bfloat16" in reason(qkv, 8, dtype=torch.bfloat16)
 
 
 def test_under_a_compiler_another_backend_runs():
