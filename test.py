@@ -48,7 +48,7 @@ def test(args: argparse.Namespace, command: str, group: distributed.Processes) -
     paths = picture_path if options.val.save_img else None
     results = loop.evaluate(model, loaders, options, tools, picture_path=paths, processes=group)
     group.from_main(lambda: report.write_csv(folder / "metrics.csv", results))
-    loop.show(results)
+    logbook.show(results)
     loop.logger.info(f"everything lies in {folder}")
 
 

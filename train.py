@@ -52,7 +52,7 @@ def train(args: argparse.Namespace, command: str, group: distributed.Processes) 
     if state:
         group.from_main(lambda: progress.go_on_in(folder, state, model.iteration))
     results = loop.fit(model, train_loader, judged, options, tools, folder=folder, progress=done, processes=group)
-    loop.show(results)
+    logbook.show(results)
     loop.logger.info(f"everything lies in {folder}")
 
 

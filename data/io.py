@@ -1,4 +1,4 @@
-"""Pictures in and out: decode, encode, transparency, colour and bit depth. The only file that knows cv2.
+"""Pictures in and out: decode, encode, transparency, colour and bit depth; of this room the only file that knows cv2.
 
 Arrays are RGB, ``(h, w, c)``, in the file's own depth: uint8 or uint16. Pixels come as they are stored: an EXIF
 orientation is not applied, so that the two sides of a training pair can never be turned differently;

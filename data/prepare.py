@@ -46,13 +46,17 @@ class Stage:
 
     def __init__(self, target: str | os.PathLike, settings: dict[str, Any]) -> None:
         self.target = Path(os.path.expanduser(target))
+        text = json.dumps(settings, sort_keys=True)
+        if _holds(self.target / _SETTINGS, text):
+            # complete, but ended before the other side of the pairs was
+            self.folder = self.target
+            return
         if os.path.lexists(self.target) and (not self.target.is_dir() or any(self.target.iterdir())):
             raise DataError(f"{self.target} exists and is left as it is; remove it or choose another name")
         self.folder = self.target.with_name(f".{self.target.name}.partial")
-        text = json.dumps(settings, sort_keys=True)
         mark = self.folder / _SETTINGS
         if self.folder.exists():
-            if not mark.is_file() or mark.read_text(encoding="utf-8") != text:
+            if not _holds(mark, text):
                 raise DataError(
                     f"{self.folder} was left by an interrupted run with other settings or pictures; remove it"
                 )
@@ -76,13 +80,20 @@ class Stage:
             raise DataError(f"{label}: {error}") from error
 
     def finish(self, expected: int) -> None:
-        """Check the number of pictures, and give the folder its name."""
+        """Check the number of pictures, and give the folder its name; :meth:`settle` comes last."""
         found = len(FolderSource(self.folder).names())
         if found != expected:
             raise DataError(f"{self.folder} holds {found} pictures, but {expected} were to be made; remove it")
-        for left in self.folder.rglob(".*"):
-            left.unlink()
         os.replace(self.folder, self.target)
+
+    def settle(self) -> None:
+        """Remove what only an interrupted run needs."""
+        for left in self.target.rglob(".*"):
+            left.unlink()
+
+
+def _holds(mark: Path, text: str) -> bool:
+    return mark.is_file() and mark.read_text(encoding="utf-8") == text
 
 
 def crop_starts(length: int, side: int, step: int, thresh: int) -> list[int]:
@@ -237,6 +248,7 @@ def make_lr(source: Source, target: str, scale: int, *, tmpl: str, alpha: str, t
     for _ in watch(map_ahead(reduce, names, threads), len(names)):
         pass
     stage.finish(len(names))
+    stage.settle()
     return [name for name in names if headers[name].height % scale or headers[name].width % scale]
 
 
@@ -263,6 +275,8 @@ def _run(jobs: list[_Job], stages: list[Stage], threads: int, watch: Watch) -> i
         pass
     for stage in stages:
         stage.finish(count)
+    for stage in stages:
+        stage.settle()
     return count
 
 

@@ -17,8 +17,7 @@ import torch
 T, R = TypeVar("T"), TypeVar("R")
 
 _lock = threading.Lock()
-# threads do not outlive a fork
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+_pools: dict[int, ThreadPoolExecutor] = {}
 _inside = 0
 _outside_threads = 1
 
@@ -28,7 +27,7 @@ def side_by_side(run: Callable[[T], R], pieces: Sequence[T]) -> list[R]:
 
     ``run`` records no gradients. The number of PyTorch's threads is 1 meanwhile, for the whole process.
     """
-    count = min(_threads(), len(pieces))
+    count = min(available(), len(pieces))
     if count < 2:
         with torch.no_grad():
             return [run(piece) for piece in pieces]
@@ -43,17 +42,17 @@ def side_by_side(run: Callable[[T], R], pieces: Sequence[T]) -> list[R]:
         return list(_pool(count).map(run_one, pieces))
 
 
-def _threads() -> int:
+def available() -> int:
+    """The number of PyTorch's threads, as it is outside of :func:`side_by_side`."""
     with _lock:
         return _outside_threads if _inside else torch.get_num_threads()
 
 
 def _pool(count: int) -> ThreadPoolExecutor:
     with _lock:
-        key = os.getpid(), count
-        if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(count, thread_name_prefix="pellucid-kernel")
-        return _pools[key]
+        if count not in _pools:
+            _pools[count] = ThreadPoolExecutor(count, thread_name_prefix="pellucid-kernel")
+        return _pools[count]
 
 
 @contextlib.contextmanager
@@ -71,3 +70,17 @@ def _one_thread_each() -> Iterator[None]:
             _inside -= 1
             if not _inside:
                 torch.set_num_threads(_outside_threads)
+
+
+def _start_over() -> None:
+    """In a forked process: no thread came along, nobody holds the lock, and nothing is being done side by side."""
+    global _lock, _inside
+    _lock = threading.Lock()
+    _pools.clear()
+    if _inside:
+        _inside = 0
+        torch.set_num_threads(_outside_threads)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_over)

@@ -20,11 +20,13 @@ class Base(ABC):
         network: the network that is trained.
         device: where it lives.
         iteration: optimizer steps taken so far.
+        changing: True while weights, average and iteration do not belong together.
     """
 
     network: nn.Module
     device: torch.device
     iteration: int
+    changing: bool = False
 
     @abstractmethod
     def train_step(self, batches: Sequence[Batch]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ _IDLE = {
     *("train.total_iter", "train.use_checkpointing", "train.nan_guard"),
     *(
         f"datasets.train.{key}"
-        for key in ("name", "type", "num_worker_per_gpu", "num_prefetch_queue", "pin_memory", "persistent_workers")
+        for key in ("name", "num_worker_per_gpu", "num_prefetch_queue", "pin_memory", "persistent_workers")
     ),
 }
 _ABSENT = "none"

@@ -49,12 +49,16 @@ class Processes:
 
     def __init__(self, place: Place | None = None, *, script: str = "train.py") -> None:
         place = place or Place()
-        starter = "srun python" if place.environment else f"torchrun --nproc_per_node={place.world}"
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or place.world)
+        machines = f" --nnodes={place.world // here}" if here < place.world else ""
+        starter = "srun python" if place.environment else f"torchrun{machines} --nproc_per_node={here}"
         # as it can be typed again
         self.command = f"{starter if place.world > 1 else 'python'} {script}"
         self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
         self._environment = dict(place.environment)
         self._store: dist.Store | None = None
+        # True while what may be wrong is this process's own
+        self._alone = False
 
     @property
     def is_main(self) -> bool:
@@ -73,7 +77,9 @@ class Processes:
             OptionsError: there are not enough GPUs.
             UserError: the others do not come within the time that the options give.
         """
+        self._alone = True
         device = runtime.choose_device(options, local_rank=self.local_rank, world=self.world)
+        self._alone = False
         if self.world > 1:
             self._connect(options.dist_params, device)
         return device
@@ -175,7 +181,7 @@ class Processes:
             return
         if self._store is None:
             # so early, what is wrong is so for all; the first process of each machine tells it
-            if isinstance(error, UserError) and self.local_rank > 0:
+            if isinstance(error, UserError) and self.local_rank > 0 and not self._alone:
                 raise Ended(error.exit_code) from None
             return
         if error is None or isinstance(error, Ended):
@@ -196,16 +202,20 @@ class Processes:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, Ended):
             raise error
-        runtime.record(error)
-        code, text = runtime.explain(error) or (1, f"{type(error).__name__}: {error}")
+        explained = runtime.explain(error)
+        code, text = explained or (1, f"{type(error).__name__}: {error}")
+        # a mistake of the program that is raised again is written by runtime.run
+        trace = runtime.trace_of(error) if explained or self.rank else ""
         farewell = _FAREWELL
         if isinstance(error, PeerEnded):
             code = self._end_after_others(text)
         else:
-            self._write(f"note/{self.rank}", json.dumps([code, text, _take_warnings()]))
+            self._write(f"note/{self.rank}", json.dumps([code, text, _take_warnings(), trace]))
             self.announce_end()
             self._close()
             if self.is_main:
+                if trace:
+                    logger.error(trace, extra={"file_only": True})
                 self._tell(0, text)
                 self._tell_notes()
             elif not self._is_told(text) and self._claim(self.rank):
@@ -243,14 +253,16 @@ class Processes:
                 self._write(f"left/{rank}", "")
         return 1
 
-    def _notes(self) -> dict[int, tuple[int, str, list[str]]]:
+    def _notes(self) -> dict[int, tuple[int, str, list[str], str]]:
         found = {rank: self._read(f"note/{rank}") for rank in range(self.world)}
         return {rank: tuple(json.loads(note)) for rank, note in found.items() if note is not None}
 
     def _tell_notes(self) -> None:
         told = {self._notes()[0][1]} if 0 in self._notes() else set()
-        for rank, (_, text, warnings) in self._notes().items():
+        for rank, (_, text, warnings, trace) in self._notes().items():
             self._tell_warnings(rank, warnings)
+            if trace and rank:
+                logger.error(f"rank {rank}: {trace}", extra={"file_only": True})
             # one that waited too long has told it by itself, but not to the log file
             printed = text in told or not self._claim(rank)
             if text not in told:

@@ -25,6 +25,8 @@ LOCK = ".lock"
 # what the writers of states and of pictures leave behind when the process is killed in them
 _UNFINISHED = re.compile(r"\..+\.(?:\d+\.tmp|[0-9a-f]{12})")
 
+_COPIED = "# copied "
+
 _held: list[Any] = []
 
 
@@ -127,7 +129,9 @@ def prepare_folder(options: Options, kind: str, *, keep: bool, command: str) -> 
     try:
         # first, since the file may be the copy in the folder that is renamed
         text = options.file.read_text(encoding="utf-8-sig") if options.file is not None else None
-        if folder.is_dir() and kind == "experiments":
+        folder.mkdir(parents=True, exist_ok=True)
+        if kind == "experiments":
+            # before anything is moved, or a run that began in between would lose its folder
             claim(folder)
         if not keep:
             for earlier in [folder, folder_of(options, "tb_logger")] if kind == "experiments" else [folder]:
@@ -208,7 +212,10 @@ def log_file(folder: Path, options: Options, kind: str) -> Path:
 
 
 def _write_options(folder: Path, options: Options, text: str | None, command: str) -> None:
-    header = f"# copied {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n# command: {command}\n\n"
+    header = f"{_COPIED}{datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n# command: {command}\n\n"
+    if text is not None and text.startswith(_COPIED):
+        # a run goes on from the copy that it made itself
+        text = text.partition("\n\n")[2]
     effective = folder / f"{options.name}.effective.yml"
     if text is not None and options.file.name != effective.name:
         _write(folder / options.file.name, header + text)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from models import report
 from models.checkpoint import write_whole
 from models.distributed import ALONE, Processes, Told, Untold
 from models.report import SetScores
@@ -227,3 +228,9 @@ def _is_kept(line: str, last: Mapping[str, int]) -> bool:
         return row["iter"] <= last[row["kind"]]
     except (ValueError, KeyError):
         return False  # a line that a kill cut off
+
+
+def show(results: list[SetScores]) -> None:
+    """Print the table of scores."""
+    if any(scores.rows for scores in results):
+        console.print(report.table([scores for scores in results if scores.rows]))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import checkpoint, logbook, progress, report
+from models import checkpoint, progress, report
 from models.base import Base
-from models.distributed import ALONE, Processes
+from models.distributed import ALONE, PeerEnded, Processes
 from models.home import folder_of
 from models.infer import to_uint8
 from models.logbook import Logbook, Mute
@@ -145,9 +145,12 @@ def fit(
             run.loop(stop)
         # whatever it is, it is raised again
         except Exception as error:
-            # none of these came between the parts of a step
+            # what these break off can be done again
             whole = isinstance(error, Interrupted | UserError | MemoryError | torch.OutOfMemoryError)
             run.rescue(whole=whole, together=isinstance(error, Interrupted))
+            if isinstance(error, Interrupted):
+                resume = "" if "--auto_resume" in processes.command else " --auto_resume"
+                logger.info(f"interrupted; to continue: {processes.command}{resume}")
             raise
         finally:
             run.book.close()
@@ -174,6 +177,8 @@ class _Fit:
         self.processes = processes
         # False within a step, when the weights, their average and the count of steps need not belong together
         self.at_rest = True
+        # iteration whose state was saved whole
+        self.saved = -1
         self.book = self._open_book() if processes.is_main else Mute()
 
     def _open_book(self) -> Logbook:
@@ -287,23 +292,29 @@ class _Fit:
         """Save what can be continued, before an error ends the run.
 
         Args:
-            whole: the error cannot have come between the parts of a step.
+            whole: the error leaves the weights of the last step as they are, unless the model is just changing them.
             together: all processes are there.
         """
-        if not (whole or self.at_rest):
+        if self.saved == self.model.iteration:
+            return  # as it was between two steps, which it may be no longer
+        if self.model.changing or not (whole or self.at_rest):
             logger.warning("the error came within a step, so its state is not saved; the last saved one is good")
         elif self.model.iteration == 0:
             logger.warning("no step was finished, so there is nothing to save")
-        elif self.is_sound():
-            self.save(together=together)
+        # an infinity may be meant, as in a mask
+        elif checkpoint.find_nan(self.model.weights()) is None:
+            if not self.at_rest:
+                logger.warning(
+                    "the error came within a step, whose random numbers are spent: a run that continues from the state "
+                    "saved now is not equal to the bit"
+                )
+            try:
+                self.save(together=together)
+            except PeerEnded:
+                self.save(together=False)
         else:
             # the step before may have spoilt them
-            logger.warning("the weights are not finite, so they are not saved; an earlier state is the last good one")
-
-    def is_sound(self) -> bool:
-        """Whether every weight is a finite number."""
-        values = [value for part in self.model.weights().values() for value in part.values()]
-        return all(bool(value.isfinite().all()) for value in values if isinstance(value, Tensor))
+            logger.warning("the weights hold NaN, so they are not saved; an earlier state is the last good one")
 
     def save(self, *, together: bool = True) -> None:
         """Weights and a resumable state of this iteration; not ``together`` where other processes may be gone."""
@@ -321,6 +332,7 @@ class _Fit:
     def _save_state(self, *, together: bool = True) -> None:
         path = self.folder / "training_states" / f"{self.model.iteration}.state"
         progress.save(path, self.model, self.progress, self.options, processes=self.processes, together=together)
+        self.saved = self.model.iteration
 
     def _save_best(self, scores: SetScores) -> None:
         weights = self.model.weights()
@@ -360,12 +372,6 @@ class _Pace:
         self._total = self._data = 0.0
         self._count = self._progress.count = 0
         self._progress.sums = {}
-
-
-def show(results: list[SetScores]) -> None:
-    """Print the table of scores."""
-    if any(scores.rows for scores in results):
-        logbook.console.print(report.table([scores for scores in results if scores.rows]))
 
 
 def better_of(metric: MetricOptions) -> str:

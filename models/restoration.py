@@ -101,10 +101,13 @@ class RestorationModel(Base):
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 find_unused_parameters=self.options.find_unused_parameters,
                 gradient_as_bucket_view=True,
+                # see _share
+                broadcast_buffers=False,
             )
         self._forward = self._compiled(self._replica)
         if self.ema is not None:
-            processes.take_from_main(self.ema.network.state_dict().values())
+            # what get_extra_state returns need be no tensor
+            processes.take_from_main(v for v in self.ema.network.state_dict().values() if isinstance(v, Tensor))
         if processes.rank:
             # dropout and the like are to differ; the first process draws what it would draw alone
             seed_all(self.options.manual_seed + processes.rank, deterministic=self.options.deterministic)
@@ -140,12 +143,15 @@ class RestorationModel(Base):
         self.scaler.unscale_(self.optimizer)
         limit = train.grad_clip if train.use_grad_clip else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
-        if self._is_sound(logs, norm, batches, step):
+        sound = self._is_sound(logs, norm, batches, step)
+        self.changing = True
+        if sound:
             self.scaler.step(self.optimizer)
             if self.ema is not None:
                 self.ema.update(self.network)
         self.scaler.update()
         self.iteration = step
+        self.changing = False
         return {**logs, "grad_norm": norm.detach()}
 
     @contextlib.contextmanager

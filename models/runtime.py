@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import random
-import shlex
 import signal
 import sys
 import threading
@@ -94,14 +93,12 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
     with _terminations_raised():
         try:
             main(argv)
-        except Interrupted as stop:
-            _tell_how_to_continue(argv)
-            return stop.code
         except Ended as end:
             return end.code
         except (Exception, KeyboardInterrupt) as error:
-            record(error)
-            explained = explain(error)
+            trace, explained = trace_of(error), explain(error)
+            if trace:
+                logger.error(trace, extra={"file_only": True})
             if explained is None:
                 raise
             code, text = explained
@@ -133,13 +130,12 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     return 1, f"{blame.summary(error)}\n  raised at {place}\n  {where}"
 
 
-_INTERRUPTED = "interrupted before the first step, or at once: what was saved before is all there is"
+_INTERRUPTED = "interrupted: what was saved before is all there is"
 
 
-def record(error: BaseException) -> None:
-    """Write the traceback to the log file, where it says more than the words do."""
-    if explain(error) is None or blame.place_of_user(error):
-        logger.error(blame.full_text(error), extra={"file_only": True})
+def trace_of(error: BaseException) -> str:
+    """The traceback for the log file, where it says more than the words do; else empty."""
+    return blame.full_text(error) if explain(error) is None or blame.place_of_user(error) else ""
 
 
 def tell(text: str, *, file_only: bool = False) -> None:
@@ -147,13 +143,6 @@ def tell(text: str, *, file_only: bool = False) -> None:
     if not file_only:
         print(text if text == _INTERRUPTED else f"error: {text}", file=Screen(sys.stderr), flush=True)
     logger.error(text, extra={"file_only": True})
-
-
-def _tell_how_to_continue(argv: list[str]) -> None:
-    resume = [] if "--auto_resume" in argv else ["--auto_resume"]
-    world = os.environ.get("WORLD_SIZE") or "1"
-    starter = "python" if world == "1" else f"torchrun --nproc_per_node={world}"
-    logger.info(f"interrupted; to continue: {starter} {shlex.join([*sys.argv[:1], *argv, *resume])}")
 
 
 @contextlib.contextmanager

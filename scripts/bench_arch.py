@@ -205,11 +205,15 @@ def count(job: Job) -> tuple[int, int]:
 
 
 def profile(job: Job, variant: str) -> list[tuple[str, float]]:
-    """(operator, milliseconds of its own) of one step, the longest first."""
+    """(operator, milliseconds of its own) of one step on one thread, the longest first."""
     net, image = job.network(), job.image()
+    # the profiler sees no other threads
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     step(job, net, image, variant)
     with torch.profiler.profile() as recorded:
         step(job, net, image, variant)
+    torch.set_num_threads(threads)
     rows = [(row.key, row.self_cpu_time_total / 1e3) for row in recorded.key_averages()]
     return sorted(rows, key=lambda row: -row[1])
 
@@ -266,7 +270,9 @@ def main(argv: list[str]) -> None:
     for variant in VARIANTS if args.profile else ():
         rows = profile(job, variant)
         total = sum(row[1] for row in rows)
-        console.print(f"{variant}: " + ", ".join(f"{key} {ms:.0f} ms ({ms / total:.0%})" for key, ms in rows[:12]))
+        console.print(
+            f"{variant}, one thread: " + ", ".join(f"{key} {ms:.0f} ms ({ms / total:.0%})" for key, ms in rows[:12])
+        )
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _training_head(setting: Setting) -> str:
 def _expected(setting: Setting) -> list[str]:
     told = PUBLISHED.get(
         (setting.variant, setting.corpus, setting.scale),
-        ("no score of this network stands in the published sources that could be read",),
+        ("no score of this network is published in text",),
     )
     lines = [f"# Expected: {told[0]}", *(f"#           {text}" for text in told[1:])]
     return [*lines, "#           Not measured with Pellucid."]

@@ -7,7 +7,6 @@ lr go on where an interrupted run ended, when the same command is given again.
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -37,7 +36,6 @@ def main(argv: list[str]) -> None:
     args = _parse(argv)
     logbook.start_logging()
     use_one_thread()
-    signal.signal(signal.SIGTERM, _end)
     args.run(args)
 
 
@@ -231,10 +229,6 @@ def _watch(label: str) -> Any:
                     print(f"{number} of {total} {label}", file=sys.stderr, flush=True)
 
     return watch
-
-
-def _end(*_: object) -> None:
-    raise runtime.Interrupted(143)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

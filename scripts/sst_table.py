@@ -109,7 +109,7 @@ class Setting:
 
     @property
     def halvings(self) -> tuple[int, ...]:
-        """Iterations after which the learning rate is halved; the last entry is the length of the run."""
+        """Iterations after which the learning rate is halved."""
         return tuple(int(share * self.total_iter) for share in (0.5, 0.8, 0.9, 0.95, 0.98))
 
     @property

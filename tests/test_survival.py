@@ -88,7 +88,7 @@ def test_a_run_killed_twenty_times_ends_as_the_unbroken_one(start, photos, tmp_p
         # some in the start, most a moment after the first, second or third new state
         if i % 5 < 4:
             wait_for(run, partial(reached, states, before + rng.randint(1, 3)))
-        time.sleep(rng.uniform(0, 0.1))
+        time.sleep(rng.uniform(0, 0.02))
         run.kill()
         assert run.wait() == -signal.SIGKILL, run.printed
         read_everything(folder)

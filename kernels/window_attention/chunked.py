@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.threads import side_by_side
+from kernels import threads
 from kernels.window_attention.layout import continue_by_reflection, tiles_of
 
 LOG2_E = math.log2(math.e)
@@ -95,7 +95,9 @@ def declines(
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # PyTorch has no public names for these; without them another backend runs
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return torch.backends.mkldnn.is_available() and any(getattr(torch.cpu, name, bool)() for name in asked)
 
 
 class _Attention(torch.autograd.Function):
@@ -200,7 +202,7 @@ def _forward(q: Tensor, k: Tensor, vt: Tensor, *, sampled: bool = True) -> tuple
             torch.bmm(k[some], queries.mT, out=logits).exp2_()
             total[some, :, part] = torch.bmm(vt[some, :-1], logits)
 
-    side_by_side(run, _shares(groups, pixels))
+    threads.side_by_side(run, _shares(groups, pixels))
     # one number tells whether all are finite
     if sampled and not math.isfinite(float(total.sum(dtype=_wide(total.dtype)))):
         return _forward(q, k, vt, sampled=False)
@@ -236,7 +238,7 @@ def _backward(q: Tensor, k: Tensor, vt: Tensor, upstream: Tensor, *, width: int)
             if part.stop == share.queries.stop:
                 dk[share.split, some], dv[share.split, some] = sums
 
-    side_by_side(run, shares)
+    threads.side_by_side(run, shares)
     return dq, *(x[0] if splits == 1 else x.sum(dim=0) for x in (dk, dv))
 
 
@@ -273,7 +275,7 @@ class _Share:
 
 def _shares(groups: int, pixels: int) -> list[_Share]:
     """A few for each core, so that one that is held up has less to do in the end."""
-    wanted = SHARES * torch.get_num_threads()
+    wanted = SHARES * threads.available()
     splits = min(max(wanted // max(groups, 1), 1), max(pixels // SMALLEST_SHARE, 1))
     step, part = max(-(-groups // wanted), 1), -(-pixels // splits)
     return [
@@ -284,7 +286,7 @@ def _shares(groups: int, pixels: int) -> list[_Share]:
 
 
 def _sample(keys: Tensor) -> Tensor:
-    """8 to 64 keys of each group, along the diagonals of the window."""
+    """Up to 64 keys of each group, spread over rows and columns."""
     pixels = keys.shape[1]
     count = min(max(pixels // 16, 8), 64)
     step = max(pixels // count, 1)

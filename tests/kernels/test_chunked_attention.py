@@ -1,5 +1,7 @@
 """Window attention over pieces of the logits: what its tricks could break."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -20,8 +22,9 @@ def with_gradients(arguments, **options):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("piece", [16 * 64, 40 * 64, 64 * 64, 3 * 64 * 64], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_neither_the_pieces_nor_the_threads_change_the_result(batch, piece, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+def test_neither_the_pieces_nor_the_threads_change_the_result(batch, piece, threads, monkeypatch, request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(threads)
     case = cases.Case("", batch, 13, 7, 1, 6, 8, 3)
     arguments = cases.make_inputs(case, dtype=torch.float64)
     expected = with_gradients(arguments, backend="reference")

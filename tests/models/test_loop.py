@@ -285,5 +285,5 @@ def test_weights_that_are_spoilt_are_not_saved_as_the_last_good_ones(run, make_o
     model.train_step = spoiling
     with pytest.raises(NotFinite, match="iteration 2"):
         run(model=model, options=options)
-    assert "the weights are not finite, so they are not saved" in caplog.text
+    assert "the weights hold NaN, so they are not saved" in caplog.text
     assert not list((tmp_path / "experiment").glob("models/*.pth"))
