@@ -304,10 +304,7 @@ class _Fit:
         # an infinity may be meant, as in a mask
         elif checkpoint.find_nan(self.model.weights()) is None:
             if not self.at_rest:
-                logger.warning(
-                    "the error came within a step, whose random numbers are spent: a run that continues from the state "
-                    "saved now is not equal to the bit"
-                )
+                logger.warning("random numbers of the step are spent: what goes on from here is not equal to the bit")
             try:
                 self.save(together=together)
             except PeerEnded:
