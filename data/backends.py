@@ -86,7 +86,8 @@ def open_source(dataroot: str | os.PathLike, io_backend: Mapping[str, Any] | Non
         )
     root = Path(os.path.expanduser(os.path.expandvars(dataroot)))
     if not root.is_dir():
-        raise DataError(f"the folder {root} does not exist")
+        where = "" if os.path.isabs(root) else f" in {os.getcwd()}"
+        raise DataError(f"the folder {root} does not exist{where}")
     if (root / "data.mdb").is_file():
         if kind == "disk":
             raise OptionsError(f"{root} is an LMDB; set io_backend: {{type: lmdb}}")

@@ -1,5 +1,6 @@
 """What makes a run the run it is, kept in its states, so that a change on the way is told."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,12 @@ def facts(options: Options, world: int) -> dict[str, Any]:
         sections["train"] = _without_inert(options.train, TrainOptions)
     if training_set is not None:
         sections["datasets"] = {"train": _without_inert(training_set, DatasetOptions)}
-    return {place: value for place, value in _flat(sections).items() if place not in _IDLE}
+    return {place: _one_spelling(place, value) for place, value in _flat(sections).items() if place not in _IDLE}
+
+
+def _one_spelling(place: str, value: Any) -> Any:
+    is_path = isinstance(value, str) and place.rpartition(".")[2].startswith(("dataroot", "meta_info"))
+    return os.path.realpath(os.path.expanduser(value)) if is_path else value
 
 
 def describe(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

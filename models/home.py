@@ -71,7 +71,11 @@ def locate(options: Options, auto_resume: bool) -> Options:
     ((folder, base),) = found.items()
     logger.warning(f"--auto_resume: {here} has no saved state, but {folder} has; the run goes on there")
     path = options.path.model_copy(update={"root": base / root, "experiments_root": folder.parent})
-    return options.model_copy(update={"path": path})
+    file = options.file.resolve() if options.file is not None else None
+    if base.resolve() != Path.cwd():
+        logger.warning(f"relative paths are taken from {base}, as the run did")
+        os.chdir(base)
+    return options.model_copy(update={"path": path, "file": file})
 
 
 def states_of(folder: Path) -> list[Path]:

@@ -195,7 +195,7 @@ class _Fit:
     def loop(self, stop: StopSignal) -> None:
         step, total = self.model.iteration, self.options.train.total_iter
         if step >= total:
-            logger.warning(f"iteration {step} is the last one: there is nothing left to train")
+            logger.warning(f"the run is at iteration {step}, and train.total_iter is {total}: nothing is left to train")
         if self._validation_due() and 0 < step != self.progress.validated:
             self.validate(stop)  # which the interrupted run did not complete
             self.save()

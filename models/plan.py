@@ -39,6 +39,10 @@ def describe(
     if training is not None:
         rows += [("training set", f"{training} pictures"), *_training(options, training, world)]
     rows += [("set", f"{name}: {pictures} pictures") for name, pictures in sets.items()]
+    val = options.val
+    ways = {"tiles": val.tile, "overlap": val.overlap, "dtype": val.dtype, "self-ensemble": val.self_ensemble}
+    chosen = [f"{way} {value}" for way, value in ways.items() if value not in (None, False, "float32")]
+    rows += [("restored", f"by {', '.join(chosen)}")] if chosen and sets else []
     rows += [("metric", f"{label}: {m.type} {m.arguments()}") for label, m in options.val.metrics.items()]
     return rows
 

@@ -124,10 +124,11 @@ def learning_curve(metrics: Path, picture: Path) -> None:
 def _draw_losses(axis: Axes, steps: Sequence[Mapping[str, float]]) -> None:
     for label in dict.fromkeys(key for row in steps for key in row if key.startswith("l_")):
         own = [row for row in steps if label in row]
-        axis.plot([row["iter"] for row in own], [row[label] for row in own], label=label)
+        # a line needs two points
+        axis.plot([row["iter"] for row in own], [row[label] for row in own], "-" if len(own) > 1 else "o", label=label)
     axis.set(ylabel="loss", yscale="log")
     if axis.lines:
-        axis.legend(loc="upper right")
+        axis.legend(loc="best")
     rate = axis.twinx()
     rate.plot([row["iter"] for row in steps], [row["lr"] for row in steps], color="0.6", lw=1, ls="--")
     rate.set_ylabel("learning rate (dashed)", color="0.4")
@@ -143,7 +144,7 @@ def _draw_scores(axis: Axes, label: str, validations: Sequence[Mapping[str, Any]
             axis.axhline(values[label], color=line.get_color(), ls=":", label=f"{name}, {baseline}")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
+    axis.legend(loc="best")
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

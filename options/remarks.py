@@ -18,4 +18,5 @@ def schedule(train: TrainOptions) -> str:
     length = getattr(SCHEDULERS.build(spec), "length", None) if spec else None
     if length is not None and length > total:
         found.append(f"the periods go on to {length}, so that the learning rate does not come down to its floor")
-    return f"train.total_iter is {total}: {'; '.join(found)}" if found else ""
+    way = "; if that is not meant, set train.warmup_iter and the scheduler's numbers to fit"
+    return f"train.total_iter is {total}: {'; '.join(found)}{way}" if found else ""

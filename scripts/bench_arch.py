@@ -256,7 +256,7 @@ def main(argv: list[str]) -> None:
     memory, seconds = measure_memory(job), measure_time(job, args.repeats)
     what = "forward and backward" if job.train else "forward"
     title = f"{args.preset} x{job.scale}, {what}, {job.batch} x {job.size[0]} x {job.size[1]}, {job.device}, "
-    table = Table(title=title + f"{torch.get_num_threads()} threads, attention {job.attention_dtype}")
+    table = Table()
     for name in ("", "ms", "speed-up", "peak MiB", "memory ratio"):
         table.add_column(name, justify="right" if name else "left")
     for variant in VARIANTS:
@@ -264,6 +264,7 @@ def main(argv: list[str]) -> None:
         cells = f"{seconds[variant] * 1e3:.1f}", f"{ratios[0]:.2f}", f"{memory[variant]:.0f}", f"{ratios[1]:.2f}"
         table.add_row(variant, *cells)
     console = Console(width=120)
+    console.print(title + f"{torch.get_num_threads()} threads, attention {job.attention_dtype}")
     console.print(table)
     console.print(f"{parameters:,} parameters, {products / 1e9:.1f} G multiplications a forward pass")
     console.print(f"outputs differ by at most {largest:.1e}, {mean:.1e} in the mean")

@@ -112,6 +112,7 @@ def main(argv: list[str]) -> None:
         for column in ("set", "reading", "crops/s (each turn)", "ratio", "CPU ms/crop", "ratio", "MiB"):
             table.add_column(column, justify="right" if column not in ("set", "reading") else "left")
         for label, kind, roots in _sets(args, Path(folder)):
+            print(f"measuring {label}: {_ROUNDS} turns of each reading", file=sys.stderr, flush=True)
             scores = measure(kind, roots, args)
             _add_rows(table, label, scores)
         logbook.console.print(table)

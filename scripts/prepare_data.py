@@ -93,10 +93,10 @@ def lmdb(args: argparse.Namespace) -> None:
 
     settings = {"names": names, "replace_dots": args.replace_dots, "threads": args.workers}
     written = write_lmdb(source, args.output, **settings, watch=watch)
-    print(
-        f"{_pictures(written.pictures)} in {args.output}, {written.unchanged} of them as their PNG files are, the "
-        f"others encoded as PNG; {written.size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
-    )
+    encoded = written.pictures - written.unchanged
+    kinds = f"{written.unchanged} of them as their PNG files are" + (f", {encoded} encoded as PNG" if encoded else "")
+    size = f"{written.size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
+    print(f"{_pictures(written.pictures)} in {args.output}, {kinds}; {size}")
 
 
 def meta(args: argparse.Namespace) -> None:

@@ -176,7 +176,7 @@ def test_a_signal_in_the_start_ends_with_its_code_in_words_and_leaves_nothing(st
     photos["import_paths"] = [str(tmp_path / "own.py")]
     run = start(env={"SIGNAL": str(int(number))})
     assert run.wait() == code, run.printed
-    assert "interrupted before the first step" in run.printed
+    assert "interrupted: what was saved before" in run.printed
     assert "Traceback" not in run.printed
     assert not (tmp_path / "out").exists()
 
