@@ -5,10 +5,9 @@ Where a computation falls into pieces that have nothing to do with one another, 
 each core a whole piece with all its operators (kernels/window_attention/README.md).
 """
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -18,16 +17,15 @@ T, R = TypeVar("T"), TypeVar("R")
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
-_inside = 0
-_outside_threads = 1
+_own = threading.local()
 
 
 def side_by_side(run: Callable[[T], R], pieces: Sequence[T]) -> list[R]:
-    """``[run(piece) for piece in pieces]``, on as many threads as PyTorch may use, each operator on one of them.
+    """``[run(piece) for piece in pieces]``, on as many threads as PyTorch uses here, each operator on one of them.
 
-    ``run`` records no gradients. The number of PyTorch's threads is 1 meanwhile, for the whole process.
+    ``run`` records no gradients.
     """
-    count = min(available(), len(pieces))
+    count = min(torch.get_num_threads(), len(pieces))
     if count < 2:
         with torch.no_grad():
             return [run(piece) for piece in pieces]
@@ -38,48 +36,52 @@ def side_by_side(run: Callable[[T], R], pieces: Sequence[T]) -> list[R]:
         with torch.inference_mode(inference), torch.no_grad():
             return run(piece)
 
-    with _one_thread_each():
-        return list(_pool(count).map(run_one, pieces))
+    return list(_pool(count).map(run_one, pieces))
 
 
-def available() -> int:
-    """The number of PyTorch's threads, as it is outside of :func:`side_by_side`."""
-    with _lock:
-        return _outside_threads if _inside else torch.get_num_threads()
+def scratch(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Working memory of this thread, ``(size,)``, with anything in it; kept, since fresh memory costs page faults.
+
+    Args:
+        name: one for each piece of memory that is in use at the same time.
+    """
+    kept = _own.__dict__.setdefault("kept", {})
+    if (name, dtype) not in kept or len(kept[name, dtype]) < size:
+        # a tensor born in inference mode could not be written to outside
+        with torch.inference_mode(False):
+            kept[name, dtype] = torch.empty(size, dtype=dtype)
+    return kept[name, dtype][:size]
 
 
 def _pool(count: int) -> ThreadPoolExecutor:
     with _lock:
         if count not in _pools:
-            _pools[count] = ThreadPoolExecutor(count, thread_name_prefix="pellucid-kernel")
+            _pools[count] = _new_pool(count)
         return _pools[count]
 
 
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    global _inside, _outside_threads
-    with _lock:
-        if not _inside:
-            _outside_threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                torch.set_num_threads(_outside_threads)
+def _new_pool(count: int) -> ThreadPoolExecutor:
+    meeting = threading.Barrier(count)
+
+    def prepare() -> None:
+        # the number belongs to a thread, which takes over the last one that was set anywhere when it first asks
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        meeting.wait()
+
+    own = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, thread_name_prefix="pellucid-kernel", initializer=prepare)
+    # a thread for each, now: so that the number can be put back for the threads that others start later
+    list(pool.map(int, range(count)))
+    torch.set_num_threads(own)
+    return pool
 
 
 def _start_over() -> None:
-    """In a forked process: no thread came along, nobody holds the lock, and nothing is being done side by side."""
-    global _lock, _inside
+    """In a forked process: no thread came along, and nobody holds the lock."""
+    global _lock
     _lock = threading.Lock()
     _pools.clear()
-    if _inside:
-        _inside = 0
-        torch.set_num_threads(_outside_threads)
 
 
 if hasattr(os, "register_at_fork"):

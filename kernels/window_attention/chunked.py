@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import threads
 from kernels.window_attention.layout import continue_by_reflection, tiles_of
@@ -29,8 +29,8 @@ LOG2_E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 # logits that a core works on at once: 2 MB in bfloat16; smaller pieces mean more calls, larger ones leave the cache
 PIECE = 1 << 20
-# parts that the work is divided into, for each core, and the fewest queries of one
-SHARES, SMALLEST_SHARE = 4, 256
+# most parts that the work is divided into, for each core; the fewest queries of a part, and of a piece
+SHARES, SMALLEST_SHARE, FEWEST = 4, 256, 128
 
 
 def chunked(
@@ -60,6 +60,8 @@ def supports(
     **_: Any,
 ) -> str | None:
     """Every reason against ``chunked`` for this call, or None."""
+    if torch.compiler.is_compiling():
+        return "its loop over pieces is not for a compiler"
     reasons = []
     if qkv is not None:
         dtype = dtype or qkv.dtype
@@ -67,11 +69,17 @@ def supports(
             reasons.append(f"it is made for the CPU, and this tensor is on {qkv.device.type}")
         if dtype not in DTYPES:
             reasons.append(f"powers of two overflow in {str(dtype).removeprefix('torch.')}")
+        if not _is_plain(qkv):
+            reasons.append("it knows no transforms (torch.func, forward derivatives, fake tensors)")
     if bias is not None:
         reasons.append("it takes no dense bias")
-    if torch.compiler.is_compiling():
-        reasons.append("its loop over pieces is not for a compiler")
     return "; ".join(reasons) or None
+
+
+def _is_plain(x: Tensor) -> bool:
+    """True for a tensor with values that nobody wraps or differentiates forwards."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not wrapped and fwAD.unpack_dual(x).tangent is None
 
 
 def declines(
@@ -129,8 +137,10 @@ class _Attention(torch.autograd.Function):
         return merged
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            text = "window_attention by chunked has no second derivative (create_graph=True)"
+            raise RuntimeError(f"{text}; take backend='torch', or use_backend('window_attention', 'torch')")
         q, k, vt, out = ctx.saved_tensors
         shape, dtype, heads, window, scale, rank = ctx.sizes
         d = shape[3] // (3 * heads)
@@ -179,7 +189,8 @@ def _operands(
     k[..., :d] = tiles[1]
     vt[..., :d, :, :] = (tiles[2] - mean).movedim(-1, -3)
     if rank:
-        q[..., d:-2] = (q_pos * (LOG2_E / math.sqrt(rank))).reshape(heads, window, window, rank)
+        q_pos = q_pos.to(torch.promote_types(q_pos.dtype, _wide(dtype))) * (LOG2_E / math.sqrt(rank))
+        q[..., d:-2] = q_pos.reshape(heads, window, window, rank)
         k[..., d:-2] = k_pos.reshape(heads, window, window, rank)
     q[..., -2:], k[..., -2:], vt[..., d:, :, :] = 0, 1, 1
     q, k = (x.flatten(0, 3).flatten(1, 2) for x in (q, k))
@@ -192,22 +203,27 @@ def _forward(q: Tensor, k: Tensor, vt: Tensor, *, sampled: bool = True) -> tuple
     total = vt.new_empty(groups, vt.shape[1] - 1, pixels)
 
     def run(share: _Share) -> None:
-        buffer = q.new_empty(share.piece)
+        buffer = threads.scratch("weights", share.piece, q.dtype)
+        if sampled:
+            own = q[share.groups, share.queries]
+            own[..., -2] = -torch.bmm(_sample(k[share.groups]), own.mT).amax(dim=1)
         for some, part in share.pieces():
             queries = q[some, part]
-            keys = _sample(k[some]) if sampled else k[some]
-            queries[..., -2] = 0
-            queries[..., -2] = -torch.bmm(keys, queries.mT).amax(dim=1)
+            if not sampled:
+                queries[..., -2:] = 0
+                # the second time for what the rounding of a large maximum leaves over
+                for column in (-2, -1):
+                    queries[..., column] = -torch.bmm(k[some], queries.mT).amax(dim=1)
             logits = _view(buffer, len(queries), pixels, queries.shape[1])
             torch.bmm(k[some], queries.mT, out=logits).exp2_()
             total[some, :, part] = torch.bmm(vt[some, :-1], logits)
 
     threads.side_by_side(run, _shares(groups, pixels))
-    # one number tells whether all are finite
-    if sampled and not math.isfinite(float(total.sum(dtype=_wide(total.dtype)))):
-        return _forward(q, k, vt, sampled=False)
     sums = total[:, -1].to(_wide(q.dtype))
-    return total[:, :-1] / sums[:, None], sums.log2() - q[..., -2]
+    # two numbers tell whether all are finite, and no sum has vanished
+    if sampled and groups and not (math.isfinite(float(total.sum(dtype=sums.dtype))) and float(sums.min()) > 0):
+        return _forward(q, k, vt, sampled=False)
+    return total[:, :-1] / sums[:, None], sums.log2() - q[..., -2] - q[..., -1]
 
 
 def _backward(q: Tensor, k: Tensor, vt: Tensor, upstream: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,20 +232,21 @@ def _backward(q: Tensor, k: Tensor, vt: Tensor, upstream: Tensor, *, width: int)
     d = vt.shape[1] - 2
     shares = _shares(groups, pixels)
     splits = max(share.split for share in shares) + 1 if shares else 1
-    dq = q.new_empty(groups, pixels, width)
+    # (groups, width, pixels): the faster way around
+    dq = q.new_empty(groups, width, pixels)
     # a key's gradient is a sum over all queries, so over the shares that they are divided into
     dtype = q.dtype if splits == 1 else _wide(q.dtype)
     dk, dv = (q.new_empty(splits, groups, pixels, columns, dtype=dtype) for columns in (width, d))
 
     def run(share: _Share) -> None:
-        buffers = [q.new_empty(share.piece) for _ in range(2)]
+        buffers = [threads.scratch(name, share.piece, q.dtype) for name in ("weights", "slopes")]
         sums: tuple[Tensor, ...] = ()
         for some, part in share.pieces():
             queries, gradient = q[some, part], upstream[some, :, part]
             weights, slopes = (_view(buffer, len(queries), pixels, queries.shape[1]) for buffer in buffers)
             torch.bmm(k[some], queries.mT, out=weights).exp2_()
             torch.bmm(vt[some].mT, gradient, out=slopes).mul_(weights)
-            dq[some, part] = torch.bmm(slopes.mT, k[some, :, :width])
+            dq[some, :, part] = torch.bmm(k[some, :, :width].mT, slopes)
             products = torch.bmm(slopes, queries[..., :width]), torch.bmm(weights, gradient[:, :d].mT)
             if part.start == share.queries.start:
                 sums = tuple(x.to(_wide(x.dtype)) for x in products)
@@ -239,7 +256,7 @@ def _backward(q: Tensor, k: Tensor, vt: Tensor, upstream: Tensor, *, width: int)
                 dk[share.split, some], dv[share.split, some] = sums
 
     threads.side_by_side(run, shares)
-    return dq, *(x[0] if splits == 1 else x.sum(dim=0) for x in (dk, dv))
+    return dq.mT, *(x[0] if splits == 1 else x.sum(dim=0) for x in (dk, dv))
 
 
 @dataclass(frozen=True)
@@ -255,7 +272,7 @@ class _Share:
     def _shape(self) -> tuple[int, int]:
         """How many groups and queries make a piece: several groups, or part of one."""
         groups, queries = self.groups.stop - self.groups.start, self.queries.stop - self.queries.start
-        part = min(queries, max(PIECE // self.pixels // 16 * 16, 16))
+        part = min(queries, max(PIECE // self.pixels // 16 * 16, FEWEST))
         return min(groups, max(PIECE // (part * self.pixels), 1)), part
 
     @property
@@ -275,11 +292,17 @@ class _Share:
 
 def _shares(groups: int, pixels: int) -> list[_Share]:
     """A few for each core, so that one that is held up has less to do in the end."""
-    wanted = SHARES * threads.available()
+    cores = torch.get_num_threads()
+    wanted = min(max(groups * pixels**2 // PIECE, cores), SHARES * cores)
     splits = min(max(wanted // max(groups, 1), 1), max(pixels // SMALLEST_SHARE, 1))
     step, part = max(-(-groups // wanted), 1), -(-pixels // splits)
     return [
-        _Share(slice(group, min(group + step, groups)), slice(query, min(query + part, pixels)), query // part, pixels)
+        _Share(
+            groups=slice(group, min(group + step, groups)),
+            queries=slice(query, min(query + part, pixels)),
+            split=query // part,
+            pixels=pixels,
+        )
         for group in range(0, groups, step)
         for query in range(0, pixels, part)
     ]

@@ -30,6 +30,7 @@ def test_neither_the_pieces_nor_the_threads_change_the_result(batch, piece, thre
     expected = with_gradients(arguments, backend="reference")
     monkeypatch.setattr(chunked, "PIECE", piece)
     monkeypatch.setattr(chunked, "SMALLEST_SHARE", 16)
+    monkeypatch.setattr(chunked, "FEWEST", 16)
     for found, wanted in zip(with_gradients(arguments, backend="chunked"), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
@@ -97,3 +98,41 @@ def test_under_a_compiler_another_backend_runs():
     arguments = {**cases.make_inputs(CASE), "dtype": torch.bfloat16}
     compiled = torch.compile(lambda: window_attention(**arguments), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(), window_attention(**arguments, backend="sdpa"))
+
+
+def test_a_second_derivative_is_refused_in_words():
+    arguments = cases.make_inputs(CASE, dtype=torch.float64)
+    qkv = arguments["qkv"].requires_grad_()
+    out = window_attention(**arguments, backend="chunked")
+    with pytest.raises(RuntimeError, match=r"no second derivative .*backend='torch'"):
+        torch.autograd.grad(out.sum(), qkv, create_graph=True)
+
+
+@pytest.mark.parametrize("size", [40, 80, 150, 1000])
+@pytest.mark.parametrize("backend", ["chunked", "sdpa"])
+def test_runaway_logits_in_bfloat16_stay_finite(backend, size):
+    arguments = cases.make_inputs(cases.Case("", 1, 32, 32, 2, 4, 32, 0), dtype=torch.float32)
+    arguments["qkv"][..., :16] *= size
+    out, d_qkv = with_gradients(arguments, backend=backend, dtype=torch.bfloat16)
+    assert out.isfinite().all()
+    assert d_qkv.isfinite().all()
+
+
+def test_transforms_go_to_another_backend():
+    arguments = {**cases.make_inputs(CASE), "dtype": torch.bfloat16}
+    qkv = arguments.pop("qkv")
+    attend = lambda x: window_attention(x, **arguments).sum()  # noqa: E731
+    expected = torch.autograd.grad(attend(qkv.requires_grad_()), qkv)[0]
+    found = torch.func.grad(attend)(qkv.detach())
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert window_attention(mode.from_tensor(qkv.detach()), **arguments).shape == (2, 13, 17, 12)
+
+
+def test_factors_in_float32_do_not_blur_an_image_in_float64():
+    arguments = cases.make_inputs(CASE, dtype=torch.float64)
+    rounded = {name: arguments[name].float() for name in ("q_pos", "k_pos")}
+    exact = window_attention(**{**arguments, **{k: v.double() for k, v in rounded.items()}}, backend="reference")
+    torch.testing.assert_close(
+        window_attention(**{**arguments, **rounded}, backend="chunked"), exact, atol=1e-12, rtol=0
+    )

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from kernels.threads import side_by_side
+from kernels.threads import scratch, side_by_side
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_results_come_in_order_from_several_threads_with_one_of_torchs_each():
     assert torch.get_num_threads() == 3
 
 
-def test_an_error_arrives_and_the_number_of_threads_is_put_back():
+def test_an_error_arrives_and_the_number_of_threads_stays():
     def run(piece):
         raise ZeroDivisionError(piece)
 
@@ -50,10 +50,11 @@ def test_no_piece_records_gradients_and_the_mode_of_the_caller_holds(count):
 
 
 def test_callers_at_the_same_time_do_not_disturb_each_other():
-    found = {}
+    found, numbers = {}, []
 
     def call(name):
         found[name] = [int(x.sum()) for x in side_by_side(lambda i: torch.full((1000,), i), range(50))]
+        numbers.append(torch.get_num_threads())
 
     callers = [threading.Thread(target=call, args=(name,)) for name in range(4)]
     for caller in callers:
@@ -61,6 +62,8 @@ def test_callers_at_the_same_time_do_not_disturb_each_other():
     for caller in callers:
         caller.join()
     assert all(found[name] == [1000 * i for i in range(50)] for name in range(4))
+    # those of the callers, and of a thread that never asked before
+    assert numbers == [3] * 4
     assert torch.get_num_threads() == 3
 
 
@@ -77,3 +80,18 @@ def test_a_forked_process_has_threads_of_its_own():
     assert queue.get(timeout=30) == 28
     child.join(30)
     assert child.exitcode == 0
+
+
+def test_each_thread_keeps_working_memory_of_its_own():
+    def address(_):
+        return threading.get_ident(), scratch("a", 100, torch.float32).data_ptr()
+
+    first, second = ({*side_by_side(address, range(30))} for _ in range(2))
+    assert first & second
+    assert len({pointer for _, pointer in first | second}) == len({thread for thread, _ in first | second})
+    with torch.inference_mode():
+        here = scratch("a", 50, torch.float32)
+        here.zero_()
+    here += 1
+    assert scratch("a", 50, torch.float32).eq(1).all()
+    assert scratch("b", 50, torch.float32).data_ptr() != here.data_ptr() != scratch("a", 50, torch.float64).data_ptr()
