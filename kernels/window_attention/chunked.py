@@ -96,6 +96,9 @@ def declines(
     # without the products of 16-bit numbers only the shorter v is left to gain
     if dtype == torch.float64 or (dtype == torch.float32 and window < 64):
         return f"windows of {window} in {str(dtype).removeprefix('torch.')} are slower by it"
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (qkv, *tensors))
+    if dtype == torch.float32 and trained:
+        return "its backward pass is slower in float32"
     if dtype == torch.bfloat16 and not _multiplies_bfloat16():
         return "this processor has no fast products in bfloat16"
     return None

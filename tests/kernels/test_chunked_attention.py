@@ -88,6 +88,7 @@ def test_it_is_taken_where_it_is_faster_and_says_why_not_elsewhere(monkeypatch):
     assert reason(qkv, 8, dtype=torch.bfloat16).startswith("window_attention: chunked")
     assert reason(qkv, 64).startswith("window_attention: chunked")
     assert "windows of 32 in float32 are slower" in reason(qkv, 32)
+    assert "backward pass is slower in float32" in reason(qkv.clone().requires_grad_(), 64)
     assert "overflow in float16" in reason(qkv, 8, dtype=torch.float16)
     assert "this tensor is on meta" in reason(qkv.to("meta"), 64)
     monkeypatch.setattr(chunked, "_multiplies_bfloat16", lambda: False)
