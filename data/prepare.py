@@ -199,6 +199,8 @@ def cut_pairs(
     Raises:
         OptionsError, DataError: also pictures without partner, or whose sizes do not fit the scale.
     """
+    if os.path.realpath(targets[0]) == os.path.realpath(targets[1]):
+        raise OptionsError(f"GT and LQ would both go to {targets[0]}; give two folders")
     small = grid.over(scale)
     names = [_names(source) for source in sources]
     pairs, tmpl = pair_names(names[0], names[1], [f"{{}}x{scale}", "{}"], f"{sources[0].root} and {sources[1].root}")
@@ -233,6 +235,8 @@ def make_lr(source: Source, target: str, scale: int, *, tmpl: str, alpha: str, t
         raise OptionsError(f"scale: {scale} is below 2")
     if tmpl.count("{}") != 1:
         raise OptionsError(f"tmpl: {tmpl!r} must hold {{}} once, for the name of the picture")
+    if os.path.basename(tmpl) != tmpl or tmpl.startswith("."):
+        raise OptionsError(f"tmpl: {tmpl!r} must be a plain name, without folders and not hidden")
     names = _names(source)
     headers = _headers(source, names, Grid(size=scale, step=1))
     stage = Stage(target, _settings([(source, names)], tmpl, f"lr x{scale} {alpha}"))

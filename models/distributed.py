@@ -6,6 +6,7 @@ once that a process is gone. The reason for which a process ends is left as a no
 
 import contextlib
 import datetime
+import hashlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from models import runtime
 from models.launch import Place, find
 from models.runtime import Ended
-from options.errors import UserError
+from options.errors import OptionsError, UserError
 from options.schema import DistOptions, Options
 
 logger = logging.getLogger("pellucid")
@@ -74,7 +75,7 @@ class Processes:
         """Choose the device of this process, and connect with the others.
 
         Raises:
-            OptionsError: there are not enough GPUs.
+            OptionsError: there are not enough GPUs, or the others were given other options.
             UserError: the others do not come within the time that the options give.
         """
         self._alone = True
@@ -82,7 +83,17 @@ class Processes:
         self._alone = False
         if self.world > 1:
             self._connect(options.dist_params, device)
+            self._compare(options)
         return device
+
+    def _compare(self, options: Options) -> None:
+        # a machine may keep its files elsewhere; with other numbers of steps the processes would wait for ever
+        text = options.model_dump_json(exclude={"path", "import_paths"})
+        found = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        other = [rank for rank, digest in enumerate(found) if digest != found[0]]
+        if other:
+            ranks = ", ".join(map(str, other))
+            raise OptionsError(f"the processes were given different options (rank {ranks} and rank 0 differ)")
 
     def _connect(self, options: DistOptions, device: torch.device) -> None:
         if self._environment:

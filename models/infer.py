@@ -344,7 +344,7 @@ def _spans(length: int, facts: _Facts, tile: int, overlap: int | None) -> list[t
 
 
 def _default_overlap(facts: _Facts, tile: int) -> int:
-    if facts.halo is not None and 2 * facts.halo <= tile // 2:
+    if facts.halo is not None and 2 * facts.halo <= min(tile // 2, tile - facts.multiple_of):
         return 2 * facts.halo
     return min(tile // 4, max(0, tile - facts.multiple_of))
 

@@ -101,8 +101,6 @@ class RestorationModel(Base):
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 find_unused_parameters=self.options.find_unused_parameters,
                 gradient_as_bucket_view=True,
-                # see _share
-                broadcast_buffers=False,
             )
         self._forward = self._compiled(self._replica)
         if self.ema is not None:

@@ -106,15 +106,18 @@ def torchrun(script, raw, *arguments, **environment):
     return start([*launcher, script, "-opt", str(file), *arguments], **environment)
 
 
-def pair(script, raw, *arguments, **environment):
-    """Two processes without a launcher, started; the quicker way."""
+def pair(script, raw, *arguments, own=((), ()), **environment):
+    """Two processes without a launcher, started; the quicker way. ``own``: arguments of each."""
     file = Path(raw["path"]["root"]).parent / f"{raw['name']}.yml"
     file.write_text(yaml.safe_dump(raw, sort_keys=False))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    own = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2))
-    return [start([script, "-opt", str(file), *arguments], **environment, **place, **ranks) for ranks in own]
+    started = []
+    for rank in range(2):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append(start([script, "-opt", str(file), *arguments, *own[rank]], **environment, **place, **ranks))
+    return started
 
 
 def ended(processes):
@@ -306,6 +309,14 @@ def test_a_signal_to_one_process_stops_all_of_them_at_the_same_step(site):
     assert len(torch.load(path, weights_only=True)["others"]) == 1
     assert "interrupted; to continue: torchrun --nproc_per_node=2 " in printed[0]
     assert printed[1] == ""
+
+
+def test_processes_that_were_given_different_options_end_in_words(site):
+    raw = options(site, "unequal")
+    codes, printed = ended(pair("train.py", raw, own=(["train.total_iter=4"], ["train.total_iter=6"])))
+    assert codes == [2, 2], printed
+    assert "given different options (rank 1 and rank 0 differ)" in printed[0]
+    assert not (site / "out/experiments/unequal").exists()
 
 
 def test_idle_parameters_are_named_with_the_option_that_allows_them(site, own_registry):

@@ -100,6 +100,8 @@ def _check_positions(
             raise ValueError(f"{name} is on {x.device} and qkv on {qkv.device}; move one of them")
     if q_pos is not None and q_pos.shape != k_pos.shape:
         raise ValueError(f"q_pos and k_pos must have the same rank, got {q_pos.shape[-1]} and {k_pos.shape[-1]}")
+    if q_pos is not None and q_pos.dtype != k_pos.dtype:
+        raise ValueError(f"q_pos and k_pos must have one dtype, got {q_pos.dtype} and {k_pos.dtype}")
 
 
 def _rounding(run: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -322,6 +322,7 @@ def test_flash_says_each_thing_that_is_missing(monkeypatch):
         ({"k_pos": None}, "k_pos is None; give both"),
         ({"q_pos": None}, "q_pos is None; give both"),
         ({"k_pos": torch.rand(2, 16, 5)}, "same rank, got 3 and 5"),
+        ({"k_pos": torch.rand(2, 16, 3).double()}, "one dtype, got torch.float32 and torch.float64"),
         ({"q_pos": torch.rand(16, 3)}, r"q_pos must be .*got \(16, 3\)"),
         ({"q_pos": torch.rand(2, 16, 0)}, r"got \(2, 16, 0\)"),
         ({"bias": torch.rand(2, 16, 15)}, r"bias must be .*\(2, 16, 16\), got \(2, 16, 15\)"),
