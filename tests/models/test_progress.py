@@ -168,7 +168,7 @@ def test_a_finished_run_is_told_that_nothing_is_left(tiny, command):
     assert command("train.py", tiny)[0] == 0
     code, printed = command("train.py", tiny, "--auto_resume")
     assert code == 0, printed
-    assert "there is nothing left to train" in printed
+    assert "nothing is left to train" in printed
 
 
 def test_a_finished_run_that_starts_in_an_empty_folder_ends_without_an_error(tiny, command, tmp_path):

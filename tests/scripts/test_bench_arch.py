@@ -47,7 +47,7 @@ def test_a_run_prints_times_memory_and_ratios(job, capsys):
     printed = capsys.readouterr().out
     for text in ("forward and backward, 1 x 33 x 40, cpu", "unfused", "speed-up", "memory ratio", "multiplications"):
         assert text in printed
-    assert "pellucid: " in printed
+    assert "pellucid, one thread: " in printed
 
 
 @pytest.mark.parametrize("words", [["--size", "4", "40"], ["--batch", "0"], ["--repeats", "0"]])
