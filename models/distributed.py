@@ -108,6 +108,7 @@ class Processes:
         try:
             self._store, *_ = next(dist.rendezvous("env://", self.rank, self.world, timeout=timeout))
             settings = {"rank": self.rank, "world_size": self.world, "timeout": timeout}
+            runtime.note_connection()
             dist.init_process_group(backend, store=dist.PrefixStore("group", self._store), **settings)
         except RuntimeError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

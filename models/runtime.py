@@ -90,6 +90,25 @@ def run(main: Callable[[list[str]], None], argv: list[str]) -> int:
     A user's mistake is told in words, without a traceback; an error in a component that the user brought, by its place
     there, with the traceback in the log file. A mistake of this program is raised.
     """
+    code = _run(main, argv)
+    if _connected:
+        # threads of the connection may still run in PyTorch, which ends the process by an abort then, one time in ten
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            Screen(stream).flush()
+        os._exit(code)
+    return code
+
+
+def note_connection() -> None:
+    """From now on this process is connected with others."""
+    _connected.append(True)
+
+
+_connected: list[bool] = []
+
+
+def _run(main: Callable[[list[str]], None], argv: list[str]) -> int:
     with _terminations_raised():
         try:
             main(argv)
