@@ -69,6 +69,11 @@ _in_use: list[tuple[str | None, str]] = []
 _decisions: dict[tuple[str, str, str], str] = {}
 
 
+def always(*tensors: Tensor | None, **options: Any) -> None:
+    """The ``supports`` of a backend that runs every call."""
+    return None
+
+
 def register(op: str, backends: tuple[Backend, ...]) -> None:
     """Give ``op`` its backends, best first.
 

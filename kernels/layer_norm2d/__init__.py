@@ -38,16 +38,15 @@ def layer_norm2d(
     return dispatch.run("layer_norm2d", backend, x, weight, bias, eps=eps)
 
 
-def _always(*tensors: Tensor | None, **options: object) -> None:
-    return None
-
-
 dispatch.register(
     "layer_norm2d",
     (
         dispatch.Backend(
-            "torch", torch_impl.layer_norm2d, _always, "F.layer_norm for channels-last images, reductions for others"
+            "torch",
+            torch_impl.layer_norm2d,
+            dispatch.always,
+            "F.layer_norm for channels-last images, reductions for others",
         ),
-        dispatch.Backend("reference", reference.layer_norm2d, _always, "the definition, for checks"),
+        dispatch.Backend("reference", reference.layer_norm2d, dispatch.always, "the definition, for checks"),
     ),
 )

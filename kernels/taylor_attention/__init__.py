@@ -89,16 +89,15 @@ def _check_shape(name: str, x: Tensor | None, wanted: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
 
 
-def _always(*tensors: Tensor | None, **options: object) -> None:
-    return None
-
-
 dispatch.register(
     "taylor_attention",
     (
         dispatch.Backend(
-            "torch", torch_impl.taylor_attention, _always, "one product for numerator and denominator, plain PyTorch"
+            "torch",
+            torch_impl.taylor_attention,
+            dispatch.always,
+            "one product for numerator and denominator, plain PyTorch",
         ),
-        dispatch.Backend("reference", reference.taylor_attention, _always, "the definition, for checks"),
+        dispatch.Backend("reference", reference.taylor_attention, dispatch.always, "the definition, for checks"),
     ),
 )

@@ -101,7 +101,7 @@ class _Unit:
     """Vectors of each pixel, x or a power of its positive part, scaled to a length; and the way back."""
 
     def __init__(self, x: Tensor, power: int, settings: _Settings) -> None:
-        self.x, self.power, self.norm = x, power, settings.norm
+        self.power, self.norm = power, settings.norm
         eps = settings.eps
         if power > 1:
             # over its largest entry, or high powers overflow; the eps, which decides on faint pixels, with it

@@ -114,10 +114,6 @@ def _rounding(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return rounded
 
 
-def _always(*tensors: Tensor | None, **options: object) -> None:
-    return None
-
-
 dispatch.register(
     "window_attention",
     (
@@ -137,10 +133,14 @@ dispatch.register(
         dispatch.Backend(
             "sdpa",
             _rounding(torch_impl.sdpa),
-            _always,
+            dispatch.always,
             "PyTorch's fused attention needs no (window**2, window**2) matrix",
         ),
-        dispatch.Backend("torch", _rounding(torch_impl.attention), _always, "explicit softmax, by plain PyTorch"),
-        dispatch.Backend("reference", _rounding(reference.window_attention), _always, "the definition, for checks"),
+        dispatch.Backend(
+            "torch", _rounding(torch_impl.attention), dispatch.always, "explicit softmax, by plain PyTorch"
+        ),
+        dispatch.Backend(
+            "reference", _rounding(reference.window_attention), dispatch.always, "the definition, for checks"
+        ),
     ),
 )
