@@ -177,6 +177,15 @@ def explain(op: str, *tensors: Tensor | None, backend: str | None = None, **opti
     return "\n".join(lines)
 
 
+def requested(op: str) -> str | None:
+    """The backend that somebody asks for, by ``use_backend`` or in the environment; None for the automatic choice.
+
+    Raises:
+        ValueError: unknown operator or backend.
+    """
+    return _asked_for(op, None)[0]
+
+
 def decisions() -> list[str]:
     """What this process has chosen so far, one sentence for each operator, backend and reason. Not under a compiler."""
     return list(_decisions.values())

@@ -5,6 +5,9 @@ Where a computation falls into pieces that have nothing to do with one another, 
 each core a whole piece with all its operators (kernels/window_attention/README.md).
 """
 
+import contextlib
+import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -75,6 +78,17 @@ def _new_pool(count: int) -> ThreadPoolExecutor:
     list(pool.map(int, range(count)))
     torch.set_num_threads(own)
     return pool
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed: tiles that each get fresh memory spend up to a quarter in page faults."""
+    # other C libraries have no such function, and Windows not one library of the process (TypeError)
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        # glibc's numbers for the size from which memory is mapped, and for what may lie idle before it is returned
+        for parameter, size in ((-3, 2**25), (-1, 2**29)):
+            mallopt(parameter, size)
 
 
 def _start_over() -> None:

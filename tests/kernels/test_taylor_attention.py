@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.taylor_attention import cases, reference, taylor_attention
+from kernels.taylor_attention.parts import taylor_map, taylor_sums, units
 
 BACKENDS = ("torch", "reference")
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -172,10 +173,19 @@ def test_what_does_not_fit_is_refused_with_its_value(changes, message):
         taylor_attention(**{**cases.make_inputs(cases.SMALL[0]), **changes})
 
 
-def test_it_compiles_to_one_graph():
-    arguments = cases.make_inputs(cases.SMALL[1])
-    compiled = torch.compile(lambda: taylor_attention(**arguments), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(), taylor_attention(**arguments))
+@pytest.mark.parametrize("case", cases.SMALL[:2], ids=lambda case: case.name)
+def test_it_compiles_to_one_graph_forwards_and_backwards(case):
+    torch._dynamo.reset()
+    arguments = cases.make_inputs(case)
+    compiled = torch.compile(taylor_attention, fullgraph=True, backend="aot_eager")
+    leaves = {k: v.requires_grad_() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
+    upstream = torch.randn(arguments["v"].shape, generator=torch.Generator().manual_seed(1))
+    results = []
+    for attend in (compiled, taylor_attention):
+        out = attend(**arguments)
+        results.append([out, *torch.autograd.grad(out, list(leaves.values()), upstream)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
 
 
 def test_a_second_derivative_is_refused_in_words():
@@ -183,3 +193,106 @@ def test_a_second_derivative_is_refused_in_words():
     q = arguments["q"].requires_grad_()
     with pytest.raises(RuntimeError, match=r"no second derivative .*backend='reference'"):
         torch.autograd.grad(taylor_attention(**arguments, backend="torch").sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("focus_power", [None, 8], ids=["v1", "v2"])
+def test_a_second_derivative_of_the_unit_vectors_is_refused(focus_power):
+    x = torch.randn(1, 2, 3, 5, dtype=torch.float64, requires_grad=True)
+    out = units(x, norm=0.5, eps=1e-6, focus_power=focus_power)[-1]
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def in_pieces(arguments, bounds):
+    """The attention in two passes over pieces of the image."""
+    arguments = dict(arguments)
+    q, k, v, gate = (arguments.pop(name, None) for name in ("q", "k", "v", "gate"))
+    norm, focus_power, eps = arguments.pop("norm"), arguments.pop("focus_power"), arguments["eps"]
+    pieces = [slice(a, b) for a, b in zip((0, *bounds), (*bounds, v.shape[-1]), strict=True)]
+
+    def unit(x):
+        return units(x, norm=norm, eps=eps, focus_power=focus_power)
+
+    sums = sum(taylor_sums(unit(k[..., piece]), v[..., piece]) for piece in pieces)
+    outputs = []
+    for piece in pieces:
+        own = None if gate is None else gate[..., piece]
+        outputs.append(taylor_map(unit(q[..., piece]), sums, gate=own, **arguments))
+    return torch.cat(outputs, dim=-1)
+
+
+@pytest.mark.parametrize("bounds", [(), (1,), (3, 4, 15)], ids=["whole", "two", "four"])
+@pytest.mark.parametrize("form", ["v1", "v2", "v2-pre"])
+@pytest.mark.parametrize("factors", [True, False], ids=["factors", "plain"])
+def test_two_passes_over_pieces_are_the_whole_attention(factors, form, bounds):
+    arguments = cases.make_inputs(cases.Case("", 2, 3, 4, 19, form, factors), dtype=torch.float64)
+    expected = taylor_attention(**arguments, backend="reference")
+    torch.testing.assert_close(in_pieces(arguments, bounds), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["v1", "v2", "v2-pre"])
+def test_the_gradients_of_two_passes_are_the_derivatives_and_those_of_the_whole(form):
+    arguments = cases.make_inputs(cases.Case("", 1, 2, 3, 5, form), dtype=torch.float64)
+    names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    tensors = [arguments[name].requires_grad_() for name in names]
+
+    def attend(*values):
+        return in_pieces({**arguments, **dict(zip(names, values, strict=True))}, (2,))
+
+    assert torch.autograd.gradcheck(attend, tensors)
+    expected = with_gradients(arguments, backend="reference")
+    upstream = torch.randn(1, 2, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = torch.autograd.grad(attend(*tensors), tensors, upstream)
+    for name, value in zip(names, found, strict=True):
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+EXTREMES = {"zero": 0.0, "constant": 0.4, "negative": -0.4, "faint": 1e-30, "glaring": 1e15}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pixels", [1, 7])
+@pytest.mark.parametrize("value", EXTREMES)
+@pytest.mark.parametrize("form", ["v1", "v2"])
+def test_images_of_one_value_attend_to_it_with_finite_gradients(form, value, pixels, dtype):
+    arguments = cases.make_inputs(cases.Case("", 2, 2, 3, pixels, form, False), dtype=dtype)
+    arguments |= {name: torch.full_like(arguments[name], EXTREMES[value]) for name in ("q", "k")}
+    arguments["v"] = torch.full_like(arguments["v"], 0.5)
+    found = with_gradients(arguments, backend="torch")
+    torch.testing.assert_close(found["out"], arguments["v"], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    if dtype == torch.float32:
+        torch.testing.assert_close(in_pieces(arguments, (1,) if pixels > 1 else ()), arguments["v"])
+        leaves = {name: arguments[name].requires_grad_() for name in ("q", "k", "v")}
+        out = in_pieces({**arguments, **leaves}, ())
+        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(out.sum(), list(leaves.values())))
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_strides_give_the_same_in_every_dtype(dtype, backend):
+    arguments = cases.make_inputs(cases.Case("", 2, 3, 5, 21, "v2"), dtype=dtype)
+    expected = with_gradients(arguments, backend=backend)
+    for order in ((1, 0, 2, 3), (3, 2, 1, 0), (0, 3, 1, 2)):
+        back = [order.index(i) for i in range(4)]
+        views = {name: arguments[name].permute(order).contiguous().permute(back) for name in ("q", "k", "v")}
+        views["gate"] = torch.stack([arguments["gate"]] * 2, dim=-1)[..., 0]
+        for name, value in with_gradients({**arguments, **views}, backend=backend).items():
+            tolerance = cases.TOLERANCES[dtype] * max(float(expected[name].double().norm()), 1e-2)
+            assert float((value.double() - expected[name].double()).norm()) <= tolerance, name
+
+
+@pytest.mark.parametrize("form", ["v1", "v2"])
+def test_65536_pixels_in_float16_have_finite_gradients(form):
+    arguments = cases.make_inputs(cases.Case("", 1, 2, 3, 65_536, form), dtype=torch.float16)
+    assert all(value.isfinite().all() for value in with_gradients(arguments, backend="torch").values())
+
+
+@pytest.mark.parametrize("form", ["v1", "v2"])
+def test_65536_pixels_in_float16_stay_finite_under_a_compiler(form):
+    arguments = cases.make_inputs(cases.Case("", 1, 1, 2, 65_536, form), dtype=torch.float16)
+    out = torch.compile(taylor_attention, fullgraph=True, backend="aot_eager")(**arguments)
+    exact = taylor_attention(**widened(arguments), backend="reference")
+    assert out.dtype == torch.float16
+    assert (out.double() - exact).norm() < 1e-3 * exact.norm()
