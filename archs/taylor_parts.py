@@ -1,0 +1,94 @@
+"""Operators of MB-TaylorFormer's blocks on parts of an image: norm, projections, gating, and the views of heads."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from kernels.tiles import Part
+
+NORM_EPS = 1e-5
+
+
+def local(part: Part, x: Tensor, weight: Tensor, depthwise: Tensor, reach: int = 0) -> Tensor:
+    """Norm, 1x1 convolution and depthwise 3x3 convolution: (b, c, h, w) -> (b, out, h, w), weight (out, c)"""
+    x, padding = part.padded(x, 1, reach)
+    return F.conv2d(pointwise(normed(x), weight), depthwise, padding=padding, groups=len(depthwise))
+
+
+def gated(x: Tensor) -> Tensor:
+    """GELU of the first half of the channels times the second half: (b, 2 c, h, w) -> (b, c, h, w)"""
+    if torch.compiler.is_compiling():
+        a, b = x.chunk(2, dim=1)
+        return F.gelu(a) * b
+    return _Gated.apply(x)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        a, b = x.chunk(2, dim=1)
+        return F.gelu(a).mul_(b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        a, b = x.chunk(2, dim=1)
+        out = torch.empty_like(x)
+        da, db = out.chunk(2, dim=1)
+        torch.mul(grad, F.gelu(a), out=db)
+        torch.mul(grad, b, out=da)
+        torch.ops.aten.gelu_backward.grad_input(da, a, grad_input=da)
+        return out
+
+
+def pointwise(x: Tensor, weight: Tensor) -> Tensor:
+    """(b, c, h, w) -> (b, out, h, w), channels-last, weight (out, c)"""
+    return F.linear(x.permute(0, 2, 3, 1), weight).permute(0, 3, 1, 2)
+
+
+def normed(x: Tensor) -> Tensor:
+    """x over the standard deviation of each pixel's channels, whose mean stays: (b, c, h, w), in the dtype of ``x``."""
+    y = wide(x)
+    if torch.compiler.is_compiling():
+        return (y * torch.rsqrt(y.var(dim=1, keepdim=True, correction=0) + NORM_EPS)).to(x.dtype)
+    return _Normed.apply(y).to(x.dtype)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        centred = x - x.mean(dim=1, keepdim=True)
+        scale = centred.square_().mean(dim=1, keepdim=True).add_(NORM_EPS).rsqrt_()
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, scale = ctx.saved_tensors
+        along = (x * grad).mean(dim=1, keepdim=True) * scale**3
+        # x * scale, whose scale falls with the variance of x
+        return torch.addcmul(grad * scale, x - x.mean(dim=1, keepdim=True), along, value=-1)
+
+
+def heads_of(x: Tensor, kinds: int, heads: int) -> tuple[Tensor, ...]:
+    """(b, kinds * heads * d, h, w) -> ``kinds`` times (b, heads, d, h * w), views of channels-last memory"""
+    b, channels, h, w = x.shape
+    rows = x.permute(0, 2, 3, 1).reshape(b, h * w, kinds, heads, channels // (kinds * heads))
+    return rows.permute(2, 0, 3, 4, 1).unbind(0)
+
+
+def image_of(x: Tensor, like: Tensor) -> Tensor:
+    """(b, heads, d, n) -> (b, heads * d, h, w), channels-last, h and w those of ``like``"""
+    b, heads, d, _ = x.shape
+    return x.permute(0, 3, 1, 2).reshape(b, *like.shape[2:], heads * d).permute(0, 3, 1, 2)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
