@@ -36,7 +36,7 @@ def train(args: argparse.Namespace, command: str, group: distributed.Processes) 
     (training_set,) = options.phase("train").values()
     train_loader = data.build_loader(training_set, *group.place, start=done.samples, device=device)
     judged = {d.name: data.build_loader(d, *group.place) for d in options.phase("val").values()}
-    plan.check_sample(model, train_loader.dataset[0])
+    plan.check_sample(model, train_loader.dataset[0], training_set)
     sets = {name: len(loader.dataset) for name, loader in judged.items()}
     rows = plan.describe(model, options, sets, training=len(train_loader.dataset), world=group.world)
     tools = loop.PictureTools(write=write_image, resize=imresize)

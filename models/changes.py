@@ -45,7 +45,9 @@ def _one_spelling(place: str, value: Any) -> Any:
 def describe(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """``network_g.window_sizes [4] -> [8], manual_seed 0 -> 1``; empty where nothing differs."""
     places = [*now, *(place for place in before if place not in now)]
-    pairs = [(place, before.get(place, _ABSENT), now.get(place, _ABSENT)) for place in places]
+    # what an older state does not know, and what nobody sets, are both none
+    known, own = ({k: v for k, v in run.items() if v is not None} for run in (before, now))
+    pairs = [(place, known.get(place, _ABSENT), own.get(place, _ABSENT)) for place in places]
     return ", ".join(f"{place} {old} -> {new}" for place, old, new in pairs if old != new)
 
 

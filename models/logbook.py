@@ -165,6 +165,7 @@ class Logbook:
             text += f"\n\t # {label}: {value:.4f}\tBest: {highest:.4f} @ {when} iter"
             if label in reference:
                 text += f"\t({scores.baseline} {reference[label]:.4f}, {value - reference[label]:+.4f})"
+            text += f"\t[{scores.protocol[label]}]" if scores.protocol[label] else ""
             self._scalar(f"metrics/{scores.name}/{label}", value, iteration)
         logger.info(text)
         row: dict[str, Any] = {"kind": "val", "iter": iteration, "set": scores.name, "scores": means}

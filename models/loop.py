@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,24 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from models import checkpoint, progress, report
 from models.base import Base
+from models.batches import Preparation
 from models.distributed import ALONE, PeerEnded, Processes
 from models.home import folder_of
-from models.infer import to_uint8
+from models.judging import Row, restored, score
 from models.logbook import Logbook, Mute
 from models.metrics import METRICS
-from models.progress import Progress
+from models.progress import Pace, Progress
 from models.report import SetScores
 from models.runtime import Interrupted, StopSignal
 from options.errors import UserError
 from options.schema import MetricOptions, Options
 
 logger = logging.getLogger("pellucid")
-# picture, scores of the result, scores of the baseline
-Row = tuple[str, dict[str, float], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,13 @@ def evaluate(
         own: list[tuple[int, Row]] = []
         for turn, batch in enumerate(loader):
             picture = batch["name"][0]
-            result = _restored(f"{name}/{picture}", model, batch["lq"])
+            result = restored(f"{name}/{picture}", model, batch["lq"])
             if picture_path is not None:
-                tools.write(picture_path(name, picture), result)
+                tools.write(picture_path(name, picture), result.rounded)
             if on_picture is not None:
-                on_picture(name, picture, result)
+                on_picture(name, picture, result.rounded)
             if "gt" in batch and scores.protocol:
-                row = _score(f"{name}/{picture}", result, batch, options, tools)
+                row = score(f"{name}/{picture}", result, batch, options, resize=tools.resize)
                 own.append((turn * processes.world + processes.rank, row))
             if _is_over(stop, processes):
                 break
@@ -209,10 +206,11 @@ class _Fit:
 
     def _steps(self, stream: Iterator[Mapping[str, Any]], stop: StopSignal) -> None:
         model, train, every = self.model, self.options.train, self.options.logger
-        pace = _Pace(self.progress)
+        pace, prepare = Pace(self.progress), Preparation(self.options, self.processes.rank)
         while model.iteration < train.total_iter:
             pace.start()
             batches = [next(stream) for _ in range(train.accum_iter)]
+            batches = prepare(batches, model.iteration + 1)
             pace.got_data()
             self.at_rest = False
             logs = model.train_step(batches)
@@ -237,7 +235,7 @@ class _Fit:
             if code:
                 raise Interrupted(code)
 
-    def _write_line(self, pace: "_Pace", *, row: bool) -> None:
+    def _write_line(self, pace: "Pace", *, row: bool) -> None:
         logs, times = pace.means()
         logs = self.processes.mean(logs)
         self.processes.share_warnings()
@@ -339,62 +337,6 @@ class _Fit:
         checkpoint.save_safetensors(self.folder / "models" / "net_g_best.safetensors", weights[key], facts)
 
 
-class _Pace:
-    """Means since the last log line: of what a step reports, its seconds, and its seconds of waiting for data.
-
-    What steps report is kept in the progress, so that a resumed run prints what an unbroken one would; seconds are
-    those of this process.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._total = self._data = 0.0
-        self._count = 0
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-
-    def got_data(self) -> None:
-        self._data += time.perf_counter() - self._began
-
-    def end(self, logs: Mapping[str, Tensor]) -> None:
-        self._progress.add(logs)
-        self._total += time.perf_counter() - self._began
-        self._count += 1
-
-    def means(self) -> tuple[dict[str, float], tuple[float, float]]:
-        return self._progress.means(), (self._total / self._count, self._data / self._count)
-
-    def restart(self) -> None:
-        self._total = self._data = 0.0
-        self._count = self._progress.count = 0
-        self._progress.sums = {}
-
-
 def better_of(metric: MetricOptions) -> str:
     """ "higher" or "lower": what the options say, or else what the metric says of itself."""
     return metric.better or getattr(METRICS.get(metric.type), "better", "higher")
-
-
-def _restored(place: str, model: Base, lq: Tensor) -> np.ndarray:
-    """The network's result, uint8 (h, w, c)."""
-    try:
-        return to_uint8(model.predict(lq))
-    except ValueError as error:
-        raise UserError(f"{place} cannot be restored: {error}") from error
-
-
-def _score(place: str, result: np.ndarray, batch: Mapping[str, Any], options: Options, tools: PictureTools) -> Row:
-    gt, kind = to_uint8(batch["gt"]), options.val.baseline
-    pictures = [result]
-    if kind is not None:
-        lq = to_uint8(batch["lq"])
-        pictures.append(lq if kind == "input" or options.scale == 1 else tools.resize(lq, options.scale))
-    scores: list[dict[str, float]] = [{}, {}]
-    for label, metric in options.val.metrics.items():
-        for own, picture in zip(scores, pictures, strict=False):
-            try:
-                own[label] = float(METRICS.get(metric.type)(picture, gt, **metric.arguments()))
-            except ValueError as error:
-                raise UserError(f"val.metrics.{label} cannot be computed for {place}: {error}") from error
-    return batch["name"][0], scores[0], scores[1]

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from kernels import dispatch
 from models.base import Base
 from models.distributed import ALONE, Processes
 from models.loop import PictureTools, evaluate
+from models.report import protocols
+from options import stages
 from options.errors import OptionsError
-from options.schema import Options
+from options.schema import DatasetOptions, MixupOptions, Options
 
 logger = logging.getLogger("pellucid")
 
@@ -43,13 +46,14 @@ def describe(
     ways = {"tiles": val.tile, "overlap": val.overlap, "dtype": val.dtype, "self-ensemble": val.self_ensemble}
     chosen = [f"{way} {value}" for way, value in ways.items() if value not in (None, False, "float32")]
     rows += [("restored", f"by {', '.join(chosen)}")] if chosen and sets else []
-    rows += [("metric", f"{label}: {m.type} {m.arguments()}") for label, m in options.val.metrics.items()]
+    told = protocols(val.metrics)
+    rows += [("metric", f"{label}: {m.type} {m.arguments()}, {told[label]}") for label, m in val.metrics.items()]
     return rows
 
 
 def _training(options: Options, pictures: int, world: int) -> list[tuple[str, str]]:
     train, dataset = options.train, next(iter(options.phase("train").values()))
-    batch = dataset.batch_size_per_gpu
+    batch, progressive = dataset.loaded_batch, stages.stages(dataset)
     effective = batch * train.accum_iter * world
     epoch = pictures * dataset.dataset_enlarge_ratio
     parts = f"{batch} samples x {train.accum_iter} accumulated x {world} process{'es' * (world > 1)} = {effective}"
@@ -58,13 +62,22 @@ def _training(options: Options, pictures: int, world: int) -> list[tuple[str, st
     schedule = train.scheduler.type if train.scheduler else "constant"
     precision = train.amp_dtype if train.use_amp else "float32"
     return [
-        ("batch", f"effective batch {parts}"),
+        ("batch", f"effective batch {parts}{', in stages' if len(progressive) > 1 else ''}"),
+        *(("stage", str(stage)) for stage in progressive),
         ("length", f"{span} of {epoch:,} samples ({epoch / effective:,.1f} iterations each)"),
         ("losses", losses),
         ("optimizer", f"{train.optim_g.spec()}, {schedule}, warm-up {max(train.warmup_iter, 0)}"),
         ("precision", f"{precision}, compile {train.use_compile}, checkpointing {train.use_checkpointing}"),
         ("average", f"EMA {train.ema_decay}" if train.ema_decay else "no EMA"),
+        *_mixing(train.mixing_augs),
     ]
+
+
+def _mixing(mixing: MixupOptions | None) -> list[tuple[str, str]]:
+    if mixing is None or not mixing.mixup:
+        return []
+    b, share = mixing.mixup_beta, "half" if mixing.use_identity else "all"
+    return [("mixup", f"Beta({b}, {b}) in {share} of the batches")]
 
 
 def try_step(model: Base, batch: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -83,13 +96,23 @@ def try_step(model: Base, batch: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def check_sample(model: Base, sample: Mapping[str, Any]) -> None:
-    """Send one training sample through the network, before anything is created.
+def check_sample(model: Base, sample: Mapping[str, Any], dataset: DatasetOptions) -> None:
+    """Send one training sample through the network, in the patch of each stage, before anything is created.
 
     Raises:
         OptionsError: the network refuses it, or returns another size than the ground truth has.
     """
     lq, gt = (sample[key][None] for key in ("lq", "gt"))
+    _check_pair(model, lq, gt)
+    for side in sorted({stage.gt_size for stage in stages.stages(dataset)}):
+        if side > min(gt.shape[2:]):
+            text = f"datasets.train.gt_sizes: {side} is larger than what the data set yields, {tuple(gt.shape[2:])}"
+            raise OptionsError(f"{text}; lower it, or raise gt_size")
+        own = side * lq.shape[2] // gt.shape[2]
+        _check_pair(model, lq[:, :, :own, :own], gt[:, :, :side, :side])
+
+
+def _check_pair(model: Base, lq: Tensor, gt: Tensor) -> None:
     try:
         with torch.no_grad():
             pred = model.network.eval()(lq.to(model.device))

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,43 @@ class Progress:
                 if not math.isnan(value):
                     improved.append(label)
         return improved
+
+
+class Pace:
+    """Means since the last log line: of what a step reports, its seconds, and its seconds of waiting for data.
+
+    What steps report is kept in the progress, so that a resumed run prints what an unbroken one would; seconds are
+    those of this process.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._total = self._data = 0.0
+        self._count = 0
+
+    def start(self) -> None:
+        """A step begins: its data are awaited."""
+        self._began = time.perf_counter()
+
+    def got_data(self) -> None:
+        """The data of the step are there."""
+        self._data += time.perf_counter() - self._began
+
+    def end(self, logs: Mapping[str, Tensor]) -> None:
+        """The step is done, and reports this."""
+        self._progress.add(logs)
+        self._total += time.perf_counter() - self._began
+        self._count += 1
+
+    def means(self) -> tuple[dict[str, float], tuple[float, float]]:
+        """What the steps report, and (seconds of a step, seconds of waiting), in the mean."""
+        return self._progress.means(), (self._total / self._count, self._data / self._count)
+
+    def restart(self) -> None:
+        """A log line was written: begin anew."""
+        self._total = self._data = 0.0
+        self._count = self._progress.count = 0
+        self._progress.sums = {}
 
 
 def save(

@@ -53,12 +53,12 @@ class SetScores:
 
 
 def protocols(metrics: Mapping[str, MetricOptions]) -> dict[str, str]:
-    """Label -> how the metric is computed: ``Y, crop 2, 8 bit``."""
+    """Label -> how the metric is computed: ``Y, crop 2, 8 bit``, or ``RGB, crop 0, float`` without rounding."""
     found = {}
     for label, metric in metrics.items():
         arguments = metric.arguments()
         channel = "Y" if arguments.get("test_y_channel") else "RGB"
-        found[label] = f"{channel}, crop {arguments.get('crop_border', 0)}, 8 bit"
+        found[label] = f"{channel}, crop {arguments.get('crop_border', 0)}, {'8 bit' if metric.quantize else 'float'}"
     return found
 
 

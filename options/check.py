@@ -5,6 +5,7 @@ against the constructor of that type, the values against its annotations.
 """
 
 import inspect
+import logging
 import re
 import typing
 import warnings
@@ -58,7 +59,7 @@ def component(
     if not isinstance(spec["type"], str):
         return [((*path, "type"), f"must be the name of a {registry.kind}, got {spec['type']!r}")]
     try:
-        entry = registry.get(spec["type"])
+        entry = registry.get(spec["type"], quiet=True)
     except UnknownName as error:
         return [((*path, "type"), str(error))]
     if takes_options_dict(entry):
@@ -71,7 +72,8 @@ def component(
 def network(registry: Registry, spec: Any, *, scale: int) -> list[Problem]:
     """What the constructor of a network refuses, found by building it without any memory for its weights.
 
-    Only a ValueError counts: whatever else a constructor meets there may be due to the missing weights.
+    Only a ValueError counts: whatever else a constructor meets there may be due to the missing weights. What it logs is
+    kept back, for the run that builds the network tells it.
 
     Args:
         registry: where ``type`` is looked up.
@@ -82,14 +84,18 @@ def network(registry: Registry, spec: Any, *, scale: int) -> list[Problem]:
         return []
     import torch
 
+    silent = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            built = registry.build(spec)
+            built = registry.build({**spec, "type": registry.canonical(spec["type"])})
     except ValueError as error:
         return [(_named(str(error), spec, ("network_g",)), str(error))]
     except _LEFT_TO_THE_RUN:
         return []
+    finally:
+        logging.disable(silent)
     own = getattr(built, "scale", None)
     if type(own) is int and scale and own != scale:
         return [(("network_g",), f"scale is {scale}, but the network {spec['type']} enlarges by {own}")]
@@ -98,7 +104,7 @@ def network(registry: Registry, spec: Any, *, scale: int) -> list[Problem]:
 
 def dataset_arguments(registry: Registry, spec: Mapping[str, Any], path: tuple, *, phase: str, scale: int) -> list:
     """What a data set says about its arguments before it opens a folder, where its class can (``check_arguments``)."""
-    hook = getattr(registry.get(spec["type"]), "check_arguments", None)
+    hook = getattr(registry.get(spec["type"], quiet=True), "check_arguments", None)
     if hook is None:
         return []
     try:

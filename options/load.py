@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from options import basicsr_alias, check, remarks, schema, yaml_file
+from options import basicsr_alias, check, remarks, schema, stages, yaml_file
 from options.errors import OptionsError
 from options.overrides import apply_overrides, report
 from options.registry import (
@@ -25,11 +25,14 @@ from options.registry import (
     SCHEDULERS,
     AlreadyRegistered,
     nearest,
+    takes_options_dict,
+    wrong_arguments,
 )
 
 logger = logging.getLogger("pellucid")
 
 GIVEN_TO_DATASETS = ("phase", "scale", "seed", "name")
+GIVEN_TO_METRICS = ("img", "img2", "data_range")
 PHASES = ("train", "val", "test")
 
 
@@ -73,8 +76,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, training: bool = True, de
         raise OptionsError(report(path, problems, lines, overrides))
     for place, why in inert_keys(options):
         logger.warning(f"{place} has no effect: {why}")
-    remark = remarks.schedule(options.train) if training else ""
-    if remark:
+    for remark in remarks.of(options) if training else ():
         logger.warning(remark)
     return options.model_copy(update={"file": Path(path)})
 
@@ -140,7 +142,9 @@ def _debug(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validate(raw: dict[str, Any], training: bool) -> tuple[list[check.Problem], schema.Options | None]:
-    filled, problems = _fill_datasets(raw)
+    raw, problems = _write_out(raw)
+    filled, found = _fill_datasets(raw)
+    problems += found
     problems += [(("file",), "unknown option")] if "file" in raw else []
     problems += _components(raw)
     options = None
@@ -152,6 +156,27 @@ def _validate(raw: dict[str, Any], training: bool) -> tuple[list[check.Problem],
         told = any(place[:2] == ("train", "scheduler") for place, _ in problems)
         problems += _contradictions(options, training, schedule=not told)
     return _without_echoes(problems), options
+
+
+def _write_out(raw: dict[str, Any]) -> tuple[dict[str, Any], list[check.Problem]]:
+    """Keys of data sets that stand for others, written out."""
+    if not isinstance(raw.get("datasets"), Mapping):
+        return raw, []
+    sets, problems = {}, []
+    for key, section in raw["datasets"].items():
+        if isinstance(section, Mapping) and isinstance(section.get("geometric_augs"), bool):
+            section, found = stages.expand_geometric_augs(section, _takes_flips(section.get("type")))
+            problems += [(("datasets", key, name), text) for name, text in found]
+        sets[key] = section
+    return {**raw, "datasets": sets}, problems
+
+
+def _takes_flips(kind: Any) -> bool:
+    # a type that is not known is told elsewhere
+    if not isinstance(kind, str) or kind not in DATASETS:
+        return True
+    entry, flips = DATASETS.get(kind, quiet=True), ("use_hflip", "use_rot")
+    return takes_options_dict(entry) or not any(name in flips for name, _ in wrong_arguments(entry, flips))
 
 
 def _fill_datasets(raw: dict[str, Any]) -> tuple[dict[str, Any], list[check.Problem]]:
@@ -207,8 +232,7 @@ def _components(raw: Mapping[str, Any]) -> list[check.Problem]:
         for key, loss in _items(train.get("losses")):
             problems += check.component(LOSSES, loss, ("train", "losses", key))
     for key, metric in _items(val.get("metrics") if isinstance(val, Mapping) else None):
-        own = {k: v for k, v in metric.items() if k != "better"} if isinstance(metric, Mapping) else metric
-        problems += check.component(METRICS, own, ("val", "metrics", key), ("img", "img2"))
+        problems += _metric(key, metric)
     for key, dataset in _items(raw.get("datasets")):
         if isinstance(dataset, Mapping):
             problems += _dataset(str(key), dataset, _whole(raw.get("scale", 1), 1))
@@ -223,6 +247,16 @@ def _dataset(key: str, dataset: Mapping[str, Any], scale: int) -> list[check.Pro
     if problems or phase not in PHASES:
         return problems
     return check.dataset_arguments(DATASETS, own, ("datasets", key), phase=phase, scale=scale or 1)
+
+
+def _metric(label: Any, metric: Any) -> list[check.Problem]:
+    if not isinstance(metric, Mapping):
+        return []
+    place, own_keys = ("val", "metrics", label), [k for k in schema.MetricOptions.model_fields if k != "type"]
+    if "data_range" in metric:
+        return [((*place, "data_range"), "is set by the program; quantize says whether pictures are rounded")]
+    own = {k: v for k, v in metric.items() if k not in own_keys}
+    return check.component(METRICS, own, place, GIVEN_TO_METRICS, also=own_keys)
 
 
 def _items(section: Any) -> list[tuple[Any, Any]]:
@@ -271,6 +305,9 @@ _UNION_MEMBERS = {"int", "bool", "str", "float", "constrained-int"}
 
 def _contradictions(options: schema.Options, training: bool, *, schedule: bool) -> list[check.Problem]:
     problems: list[check.Problem] = []
+    if options.val.baseline in ("input", "stretch") and options.scale != 1:
+        text = f"{options.val.baseline} is smaller than the ground truth at scale {options.scale}; take bicubic"
+        problems.append((("val", "baseline"), text))
     weights = options.path.pretrain_network_g
     if weights is not None and not weights.is_file():
         problems.append((("path", "pretrain_network_g"), f"there is no file {weights}"))
@@ -285,9 +322,19 @@ def _contradictions(options: schema.Options, training: bool, *, schedule: bool) 
         return [*problems, (("train",), "is missing; training needs it")]
     if not options.phase("train"):
         problems.append((("datasets", "train"), "is missing; training needs it"))
+    for key, dataset in options.phase("train").items():
+        found = stages.problems(dataset, options.scale)
+        problems += [(("datasets", key, name), text) for name, text in found] or _mixup(options.train, dataset)
     if not options.train.loss_specs():
         problems.append((("train", "pixel_opt"), "is missing: give at least one loss"))
     return problems + (_schedule(options.train) if schedule else [])
+
+
+def _mixup(train: schema.TrainOptions, dataset: schema.DatasetOptions) -> list[check.Problem]:
+    if train.mixing_augs is None or not train.mixing_augs.mixup or dataset.loaded_batch > 1:
+        return []
+    text = "there is nothing to mix in batches of 1; raise datasets.train.batch_size_per_gpu, or set this to false"
+    return [(("train", "mixing_augs", "mixup"), text)]
 
 
 def _schedule(train: schema.TrainOptions) -> list[check.Problem]:

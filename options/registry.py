@@ -70,21 +70,25 @@ class Registry:
         """Let ``alias`` stand for ``name``; ``notice`` is logged as a warning each time the alias is used."""
         self._aliases[alias] = (name, notice)
 
-    def get(self, name: str) -> Any:
-        """Return the entry called ``name``.
+    def get(self, name: str, *, quiet: bool = False) -> Any:
+        """Return the entry called ``name``; ``quiet`` keeps the notice of an alias back, for a mere look.
 
         Raises:
             UnknownName: no entry or alias has this name; the nearest name and all known ones are in the message.
         """
         if name in self._aliases and name not in self._entries:
             name, notice = self._aliases[name]
-            if notice:
+            if notice and not quiet:
                 logger.warning(notice)
         if name not in self._entries:
             known = self.names() + sorted(self._aliases)
             hint = nearest(name, known) or "."
             raise UnknownName(f"unknown {self.kind} {name}{hint} Known: {', '.join(known) or 'none'}")
         return self._entries[name]
+
+    def canonical(self, name: str) -> str:
+        """The name of the entry that ``name`` stands for, which may be ``name`` itself."""
+        return self._aliases[name][0] if name in self._aliases and name not in self._entries else name
 
     def names(self) -> list[str]:
         """All registered names, sorted, without aliases."""

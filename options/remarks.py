@@ -1,7 +1,19 @@
 """What is right in the options of a run and yet may not be what its author meant."""
 
+from options import stages
 from options.registry import SCHEDULERS
-from options.schema import TrainOptions
+from options.schema import Options, TrainOptions
+
+
+def of(options: Options) -> list[str]:
+    """A sentence for each thing in the options of a training run that its author may not have meant."""
+    (dataset,) = options.phase("train").values()
+    told = [schedule(options.train), *stages.remarks(dataset, options.train.total_iter)]
+    alone = [str(stage.number) for stage in stages.stages(dataset) if stage.batch == 1]
+    mixing = options.train.mixing_augs
+    if alone and mixing is not None and mixing.mixup:
+        told.append(f"stage {', '.join(alone)} of datasets.train.mini_batch_sizes has batches of 1: nothing is mixed")
+    return [remark for remark in told if remark]
 
 
 def schedule(train: TrainOptions) -> str:

@@ -7,10 +7,13 @@ components (networks, data sets, losses, metrics, optimizers, schedulers) are ch
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from options import stages
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -65,10 +68,16 @@ class DatasetOptions(Component):
         None, description="keep the workers between validations; those of training live as long as the run"
     )
     use_shuffle: bool = Field(True, description="draw the pictures in random order (training)")
-    mini_batch_sizes: list[int] | None = _inert("the batch stays batch_size_per_gpu throughout")
-    iters: list[int] | None = _inert("the patch size stays gt_size throughout")
-    gt_sizes: list[int] | None = _inert("the patch size stays gt_size throughout")
-    geometric_augs: bool | None = _inert("use_hflip and use_rot choose the augmentation")
+    mini_batch_sizes: list[Count] | None = Field(
+        None, description="samples of each stage of a progressive schedule, drawn from batch_size_per_gpu"
+    )
+    iters: list[Count] | None = Field(None, description="iterations of each stage; the last one goes on to the end")
+    gt_sizes: list[Count] | None = Field(
+        None, description="side of the GT patch of each stage, drawn from the one of gt_size"
+    )
+    geometric_augs: bool | None = Field(
+        None, description="one of the eight flips and turns: stands for use_hflip and use_rot"
+    )
     # filled in by the loader, not by the user
     phase: Literal["train", "val", "test"] = Field("train", exclude=True)
     scale: Count = Field(1, exclude=True)
@@ -79,10 +88,16 @@ class DatasetOptions(Component):
     def _is_a_folder_name(cls, name: str) -> str:
         return folder_name(name)
 
+    @property
+    def loaded_batch(self) -> int:
+        """Samples of one loaded batch: ``batch_size_per_gpu``, or fewer where no stage takes as many."""
+        return stages.loaded(self)
+
 
 class MetricOptions(Component):
-    """A metric, computed on pictures rounded to 8 bit as they would be saved."""
+    """A metric, computed on pictures rounded to 8 bit as they would be saved, or on the network's own values."""
 
+    quantize: bool = Field(True, description="round the pictures to 8 bit; false: floats, clamped to 0..1")
     better: Literal["higher", "lower"] | None = Field(None, description="the better of two values; default: by metric")
 
 
@@ -102,9 +117,9 @@ class PathOptions(Strict):
 class MixupOptions(Strict):
     """Mixup as in the published dehazing files."""
 
-    mixup: bool = False
-    mixup_beta: float = Field(1.2, gt=0)
-    use_identity: bool = True
+    mixup: bool = Field(False, description="mix each sample with another one of its batch, LQ and GT alike")
+    mixup_beta: float = Field(1.2, gt=0, description="b of the share, which is drawn from Beta(b, b)")
+    use_identity: bool = Field(False, description="leave every second batch, on average, as it is")
 
 
 class TrainOptions(Strict):
@@ -129,7 +144,7 @@ class TrainOptions(Strict):
     use_channels_last: bool = Field(True, description="channels-last memory layout")
     use_checkpointing: bool = Field(False, description="recompute activations in the backward pass, to save memory")
     nan_guard: Literal["stop", "skip", "off"] = Field("stop", description="at a loss or gradient that is not finite")
-    mixing_augs: MixupOptions | None = _inert("mixup is not applied")
+    mixing_augs: MixupOptions | None = Field(None, description="mixtures of samples")
     wave_opt: Component | None = _inert("no published model uses the wavelet loss")
     perceptual_opt: Component | None = _inert("perceptual losses need weights that do not ship with Pellucid")
     use_ema: bool | None = _inert("ema_decay alone decides")
@@ -157,13 +172,24 @@ class ValOptions(Strict):
     suffix: str | None = Field(None, description="ending of the result pictures' names; default: the run's name")
     pbar: bool | None = _inert("a progress bar is shown on a terminal only")
     metrics: dict[str, MetricOptions] = Field(default_factory=dict, description="label -> metric")
-    baseline: Literal["bicubic", "input"] | None = Field(None, description="also score enlarged or untouched input")
+    baseline: Literal["bicubic", "input", "stretch"] | None = Field(
+        None, description="also score the input: enlarged, untouched, or with its contrast stretched from 1 % to 99 %"
+    )
     tile: int | None = Field(None, ge=16, description="side of the tiles in input pixels; default: the whole picture")
     overlap: int | None = Field(None, ge=0, description="overlap of tiles in input pixels; default: from the network")
     self_ensemble: bool = Field(False, description="average over the 8 flips and rotations")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "float32", description="number format (autocast) of the network; auto: bfloat16 on a GPU that has it"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_image_is_what_quantize_is_by_default(cls, section: Any) -> Any:
+        metrics = section.get("metrics") if isinstance(section, Mapping) else None
+        if not isinstance(metrics, Mapping) or section.get("use_image") is not False:
+            return section
+        filled = {k: {"quantize": False, **m} if isinstance(m, Mapping) else m for k, m in metrics.items()}
+        return {**section, "metrics": filled}
 
     @model_validator(mode="after")
     def _overlap_fits_the_tile(self) -> "ValOptions":
@@ -175,7 +201,7 @@ class ValOptions(Strict):
 
     window_size: int | None = _inert("padding follows what the network states about itself")
     rgb2bgr: bool | None = _inert("pictures are RGB throughout")
-    use_image: bool | None = _inert("metrics are computed on pictures, rounded to 8 bit")
+    use_image: bool | None = Field(None, description="false: quantize is false in each metric that does not say")
     max_minibatch: int | None = _inert("val.tile bounds the memory")
 
 

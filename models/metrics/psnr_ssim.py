@@ -1,4 +1,4 @@
-"""PSNR and SSIM of 8-bit pictures, by the protocol of the super-resolution literature.
+"""PSNR and SSIM of pictures with the range of 8 bit, rounded or not.
 
 PSNR: peak 255, float64, over all channels. SSIM: Wang et al., "Image Quality Assessment: From Error Visibility to
 Structural Similarity", IEEE TIP 2004, with a Gaussian window of 11 x 11 and sigma 1.5, K1 = 0.01, K2 = 0.03, only where
@@ -39,6 +39,7 @@ def calculate_psnr(
     *,
     input_order: str = "HWC",
     test_y_channel: bool = False,
+    data_range: float | None = None,
 ) -> float:
     """Peak signal-to-noise ratio of two pictures.
 
@@ -47,6 +48,7 @@ def calculate_psnr(
         crop_border: pixels left out on each side.
         input_order: ``"HWC"``, or ``"CHW"`` for ``(c, h, w)``.
         test_y_channel: compare the luma of RGB pictures; grey ones are compared as they are.
+        data_range: the value of white, 1 or 255 for example. None is 255, and refuses floats that look like 0..1.
 
     Returns:
         Decibels; ``inf`` for equal pictures.
@@ -55,7 +57,7 @@ def calculate_psnr(
         ValueError: shapes differ, values outside 0..255 or not finite, floats that look like 0..1, or a border that
             leaves nothing.
     """
-    a, b = _prepare(img, img2, crop_border, input_order, test_y_channel)
+    a, b = _prepare(img, img2, crop_border, input_order, test_y_channel, data_range)
     error = float(np.mean((a - b) ** 2))
     return float("inf") if error == 0 else float(10 * np.log10(PEAK**2 / error))
 
@@ -68,6 +70,7 @@ def calculate_ssim(
     *,
     input_order: str = "HWC",
     test_y_channel: bool = False,
+    data_range: float | None = None,
 ) -> float:
     """Structural similarity of two pictures, the mean over places and channels.
 
@@ -76,6 +79,7 @@ def calculate_ssim(
         crop_border: pixels left out on each side.
         input_order: ``"HWC"``, or ``"CHW"`` for ``(c, h, w)``.
         test_y_channel: compare the luma of RGB pictures; grey ones are compared as they are.
+        data_range: the value of white, 1 or 255 for example. None is 255, and refuses floats that look like 0..1.
 
     Returns:
         At most 1, which equal pictures reach.
@@ -83,7 +87,7 @@ def calculate_ssim(
     Raises:
         ValueError: as for :func:`calculate_psnr`, or less than 11 pixels on a side after the crop.
     """
-    a, b = _prepare(img, img2, crop_border, input_order, test_y_channel)
+    a, b = _prepare(img, img2, crop_border, input_order, test_y_channel, data_range)
     h, w = a.shape[:2]
     if min(h, w) < WINDOW:
         raise ValueError(f"SSIM needs {WINDOW} pixels a side, got {(h, w)} after a crop of {crop_border}")
@@ -107,8 +111,12 @@ def rgb_to_y(image: np.ndarray) -> np.ndarray:
     return image.astype(np.float64) @ (np.array(LUMA) / 255) + 16
 
 
-def _prepare(img: np.ndarray, img2: np.ndarray, crop: int, order: str, luma: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Check both pictures and bring them to (h, w, c), float64."""
+def _prepare(
+    img: np.ndarray, img2: np.ndarray, crop: int, order: str, luma: bool, white: float | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Check both pictures and bring them to (h, w, c), float64, 0..255."""
+    if white is not None and not 0 < white < float("inf"):
+        raise ValueError(f"data_range must be above 0, got {white!r}")
     img, img2 = np.asarray(img), np.asarray(img2)
     if img.shape != img2.shape:
         raise ValueError(f"pictures must have the same shape, got {img.shape} and {img2.shape}")
@@ -117,31 +125,34 @@ def _prepare(img: np.ndarray, img2: np.ndarray, crop: int, order: str, luma: boo
     if order not in ("HWC", "CHW"):
         raise ValueError(f"input_order must be HWC or CHW, got {order!r}")
     for name, image in (("img", img), ("img2", img2)):
-        _refuse_values(name, image)
+        _refuse_values(name, image, white)
     if order == "CHW" and img.ndim == 3:
         img, img2 = img.transpose(1, 2, 0), img2.transpose(1, 2, 0)
     h, w = img.shape[:2]
     if crop < 0 or 2 * crop >= min(h, w):
         raise ValueError(f"crop_border must be 0..{(min(h, w) - 1) // 2} for a picture of {(h, w)}, got {crop}")
     window = (slice(crop, h - crop), slice(crop, w - crop))
-    return _channels(img[window], luma), _channels(img2[window], luma)
+    gain = PEAK / (white or PEAK)
+    return _channels(img[window], luma, gain), _channels(img2[window], luma, gain)
 
 
-def _refuse_values(name: str, image: np.ndarray) -> None:
-    if image.dtype == np.uint8 and image.size:
+def _refuse_values(name: str, image: np.ndarray, white: float | None) -> None:
+    top = white or PEAK
+    if image.dtype == np.uint8 and image.size and top >= PEAK:
         return
     if image.size == 0 or image.dtype.kind not in "uif":
-        raise ValueError(f"{name} must hold real numbers 0..255, got {image.dtype} of shape {image.shape}")
+        raise ValueError(f"{name} must hold real numbers 0..{top:g}, got {image.dtype} of shape {image.shape}")
     low, high = float(image.min()), float(image.max())
     # written so that NaN is refused too
-    if not (low >= 0 and high <= PEAK):
-        raise ValueError(f"{name} must lie in 0..255, got {low:g}..{high:g}")
-    if image.dtype.kind == "f" and 0 < high <= 1:
+    if not (low >= 0 and high <= top):
+        raise ValueError(f"{name} must lie in 0..{top:g}, got {low:g}..{high:g}")
+    if white is None and image.dtype.kind == "f" and 0 < high <= 1:
         raise ValueError(f"{name} looks like 0..1 (largest value {high:g}), which would score 48 dB too high; x 255 it")
 
 
-def _channels(image: np.ndarray, luma: bool) -> np.ndarray:
+def _channels(image: np.ndarray, luma: bool, gain: float) -> np.ndarray:
     """(h, w[, c]) -> (h, w, c), float64; c is 1 for luma"""
+    image = image if gain == 1 else image * gain
     if image.ndim == 2:
         image = image[..., None]
     if luma and image.shape[2] != 1:

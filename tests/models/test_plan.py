@@ -48,7 +48,7 @@ def test_the_number_of_parameters_is_the_network_s(rows, make_options, make_mode
 def test_sets_metrics_losses_and_precision_are_named(rows):
     found = rows("train.use_amp=true", "train.fft_loss_opt={type: FFTLoss}", "train.ema_decay=0")
     assert found["set"] == "held-out: 4 pictures"
-    assert found["metric"] == "psnr: calculate_psnr {'crop_border': 2, 'test_y_channel': True}"
+    assert found["metric"] == "psnr: calculate_psnr {'crop_border': 2, 'test_y_channel': True}, Y, crop 2, 8 bit"
     assert found["losses"] == "l_pix: L1Loss, l_fft: FFTLoss"
     assert found["precision"].startswith("bfloat16")
     assert found["average"] == "no EMA"
@@ -69,7 +69,8 @@ def sample():
 
 
 def test_a_sample_that_fits_passes(make_options, make_model, sample):
-    plan.check_sample(make_model(make_options()), sample)
+    options = make_options()
+    plan.check_sample(make_model(options), sample, options.datasets["train"])
 
 
 def test_pictures_with_too_few_channels_are_refused_before_anything_is_created(tiny, command, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from models import checkpoint, progress
+from models import changes, checkpoint, progress
 from models.logbook import Logbook
 from models.progress import Progress
 from models.report import SetScores
@@ -265,3 +265,8 @@ def test_a_state_of_another_optimizer_is_told(tiny, command):
     assert code == 2
     assert "of the optimizer SGD, this run's is AdamW" in printed
     assert "Traceback" not in printed
+
+
+def test_an_option_that_a_state_does_not_know_and_nobody_sets_is_no_change():
+    assert changes.describe({"scale": 2}, {"scale": 2, "datasets.train.iters": None}) == ""
+    assert changes.describe({"scale": 2}, {"scale": 2, "datasets.train.iters": [3]}).endswith("iters none -> [3]")
