@@ -293,7 +293,7 @@ def _take_options(args: argparse.Namespace) -> None:
             f"{args.opt}: a {training.type} cannot be measured; PairedImageDataset and DownsampleImageDataset can"
         )
     given = training.arguments()
-    args.kind, args.scale, args.batch = training.type, options.scale, training.batch_size_per_gpu
+    args.kind, args.scale, args.batch = training.type, options.scale, training.loaded_batch
     args.gt, args.lq, args.gt_size = given["dataroot_gt"], given.get("dataroot_lq"), given["gt_size"]
     args.tmpl = given.get("filename_tmpl", "{}")
 

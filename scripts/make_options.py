@@ -1,7 +1,7 @@
-"""Write the option files of the published SST networks from one table: python -m scripts.make_options.
+"""Write the option files of the published networks from their tables: python -m scripts.make_options.
 
-``--check`` writes nothing and says which file differs from the table. A file that differs is only replaced with
-``--force``.
+SST's are here, MB-TaylorFormer's in ``scripts.mbt_options``. ``--check`` writes nothing and says which file differs
+from its table. A file that differs is only replaced with ``--force``.
 """
 
 import argparse
@@ -11,14 +11,15 @@ from pathlib import Path
 from archs.sst import PRESETS
 from models.runtime import run
 from options.errors import UserError
+from scripts import mbt_options
 from scripts.sst_table import JUDGED_IN_TRAINING, PAPER, PUBLISHED, SETS, Setting, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def files() -> dict[str, str]:
-    """Path from the checkout -> text of every file of the table."""
-    found = {}
+    """Path from the checkout -> text of every file of the tables."""
+    found = mbt_options.files()
     for setting in settings():
         found[f"options/train/sr/{setting.name}.yml"] = training_file(setting)
         found[f"options/test/sr/{setting.name}.yml"] = test_file(setting)

@@ -22,7 +22,7 @@ import models  # noqa: F401
 from data.backends import IoBackend
 from models.runtime import run
 from options import schema
-from options.load import GIVEN_TO_DATASETS
+from options.load import GIVEN_TO_DATASETS, GIVEN_TO_METRICS
 from options.registry import ARCHS, DATASETS, LOSSES, METRICS, OPTIMIZERS, SCHEDULERS
 
 HEAD = "| option | value | default | meaning |\n|---|---|---|---|"
@@ -36,7 +36,7 @@ COMPONENTS = (
     (OPTIMIZERS, "train.optim_g", ("params",)),
     (SCHEDULERS, "train.scheduler", ()),
     (LOSSES, "train.pixel_opt, train.fft_loss_opt, train.losses.<label>", ()),
-    (METRICS, "val.metrics.<label>, besides better", ("img", "img2")),
+    (METRICS, "val.metrics.<label>, besides better and quantize", GIVEN_TO_METRICS),
 )
 
 

@@ -22,7 +22,8 @@ from data.cache import map_ahead
 from data.headers import Header
 from data.io import ALPHA_POLICIES, decode, use_one_thread, write_whole
 from data.lmdb_file import write_lmdb
-from data.pairs import Problems, pair_by_stem
+from data.naming import RULES, Naming, find_rule, pair_by_naming
+from data.pairs import Problems, pair_by_stem, shortened
 from data.prepare import Grid, cut_pairs, cut_subimages, make_lr, pair_names
 from models import logbook, runtime
 from options.errors import DataError, OptionsError
@@ -44,7 +45,9 @@ def check(args: argparse.Namespace) -> None:
     problems = Problems(" and ".join(args.folders))
     sources = [_open(folder) for folder in args.folders]
     sets = [_look(source, problems, args) for source in sources]
-    if len(sets) == 2:
+    if args.naming:
+        _check_naming(sources, sets, find_rule(args.naming), problems)
+    elif len(sets) == 2:
         tmpls = [args.tmpl] if args.tmpl else list(_SUFFIXES)
         _check_pairs(sources, sets, tmpls, problems)
     problems.raise_if_any()
@@ -146,10 +149,27 @@ def _check_pairs(sources: list[Source], sets: list[dict[str, Header]], tmpls: li
         # the one that leaves the fewest alone tells most
         tmpl = max(tmpls, key=lambda tmpl: len(pair_by_stem(*names, tmpl, Problems(""))))
         pairs = pair_by_stem(*names, tmpl, problems)
+    _check_scales(pairs, sets, problems)
+
+
+def _check_naming(sources: list[Source], sets: list[dict[str, Header]], rule: Naming, problems: Problems) -> None:
+    gt_names, lq_names = (source.names() for source in sources)
+    pairs = pair_by_naming(lq_names, gt_names, rule, problems)
+    spare = sorted(set(gt_names) - {gt for gt, _ in pairs})
+    print(f"{len(pairs)} pairs of {len(gt_names) - len(spare)} clear pictures, naming: {rule.name}")
+    if spare:
+        problems.add(f"{len(spare)} clear pictures without a hazy one: {shortened(spare)}")
+    _check_scales(pairs, sets, problems, border=rule.border)
+
+
+def _check_scales(
+    pairs: list[tuple[str, str]], sets: list[dict[str, Header]], problems: Problems, *, border: int = 0
+) -> None:
+    """One scale for all pairs, where the GT may be larger by a border on each side."""
     scales: dict[int | None, list[str]] = {}
     for gt, lq in pairs:
         if gt in sets[0] and lq in sets[1]:
-            scales.setdefault(_scale(sets[0][gt], sets[1][lq]), []).append(gt)
+            scales.setdefault(_scale(sets[0][gt], sets[1][lq], border), []).append(gt)
     for gt in scales.pop(None, []):
         problems.add(f"the size of {gt} is no multiple of that of its LQ picture, not even after cutting")
     if scales:
@@ -158,9 +178,11 @@ def _check_pairs(sources: list[Source], sets: list[dict[str, Header]], tmpls: li
         problems.add(f"the pairs have {len(scales)} different scales")
 
 
-def _scale(gt: Header, lq: Header) -> int | None:
+def _scale(gt: Header, lq: Header, border: int = 0) -> int | None:
     """The scale of a pair whose GT may be larger by less than an LQ pixel; None when there is none."""
     sides = (gt.height, lq.height), (gt.width, lq.width)
+    if border and all(g - n == 2 * border for g, n in sides):
+        return 1
     scale = sides[0][0] // sides[0][1]
     return scale if scale and all(0 <= g - n * scale < scale for g, n in sides) else None
 
@@ -246,6 +268,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     one = command(check)
     one.add_argument("folders", nargs="+", metavar="FOLDER", help="one folder or LMDB, or GT and LQ")
     one.add_argument("--tmpl", help="LQ name from the GT name, such as '{}x2'; default: tried out")
+    one.add_argument(
+        "--naming", help=f"pair by a rule of ResideDataset instead: {', '.join(rule.name for rule in RULES)}"
+    )
     one.add_argument("--headers", action="store_true", help="read headers only, do not decode")
     one = command(subimages, "input", "output")
     one.add_argument("--lr", nargs=2, metavar=("IN", "OUT"), help="cut the LR pictures at the same places")
@@ -264,6 +289,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.run is check and len(args.folders) > 2:
         parser.error("check takes one folder or two")
+    if args.run is check and args.naming and (len(args.folders) != 2 or args.tmpl):
+        parser.error("--naming pairs two folders, the clear pictures and the hazy ones, and takes no --tmpl")
     return args
 
 

@@ -233,6 +233,20 @@ def test_check_names_unreadable_unpaired_and_unfitting_pictures(pictures, tmp_pa
         assert said in printed
 
 
+def test_check_pairs_a_dehazing_archive_by_its_naming(pictures, tool):
+    clear = pictures("clear", **{"1400": (32, 40, 3), "1401": (12, 20, 3)})
+    hazy = pictures("hazy", **{"1400_1": (12, 20, 3), "1400_2": (12, 20, 3), "1401_1": (12, 20, 3)})
+    code, printed = tool("check", clear, hazy, "--naming", "sots_indoor")
+    assert code == 0, printed
+    assert "3 pairs of 2 clear pictures, naming: SOTS-indoor" in printed
+    code, printed = tool("check", clear, hazy, "--naming", "NH-HAZE")
+    assert code == 3
+    assert "NH-HAZE matches none of 3 hazy pictures; SOTS-indoor matches all 3" in printed
+    assert tool("check", clear, hazy, "--naming", "SOTS")[0] == 2
+    with pytest.raises(SystemExit, match="2"):
+        tool("check", clear, "--naming", "ITS")
+
+
 def test_a_listing_serves_as_meta_info_file(pictures, tmp_path, tool):
     folder = pictures("in", **{"two words": (9, 8, 3), "sub/b": (8, 8, 1)})
     assert tool("meta", folder, tmp_path / "list" / "meta.txt")[0] == 0
