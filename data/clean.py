@@ -23,8 +23,57 @@ _PUBLISHED = (
 )
 
 
+class CleanImageDataset(ImageDataset):
+    """Base of the sets that hold GT pictures and make the LQ ones; a subclass calls :meth:`_open` last.
+
+    Attributes:
+        use_hflip, use_rot, crop: how training samples are cut and turned; ``crop`` is None elsewhere.
+        gt, files, names: the reader, its pictures, and what to call them.
+    """
+
+    use_hflip: bool
+    use_rot: bool
+    crop: Crop | None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def readings(self) -> list[tuple[ImageReader, str]]:
+        """Every picture of the set, with the reader it comes from."""
+        return [(self.gt, file) for file in self.files]
+
+    def _open(self, dataroot_gt: str, meta_info_file: str | None) -> None:
+        """List and verify the pictures; raise DataError with all that is wrong."""
+        self.gt = self._reader(dataroot_gt)
+        self.files = list_names(self.gt.source, meta_info_file, self.problems)
+        self.names = unique_stems(self.files)
+        headers = verify_pictures(self.gt, self.files, self.verify, self.problems)
+        for file, header in headers.items():
+            problem = self._size_problem(file, header.height, header.width)
+            if problem:
+                self.problems.add(problem)
+        self.problems.raise_if_any()
+
+    def _load(self, file: str) -> np.ndarray:
+        gt = self.gt(file)
+        problem = self._size_problem(file, *gt.shape[:2])
+        if problem:
+            raise DataError(problem)
+        return gt
+
+    def _size_problem(self, file: str, height: int, width: int) -> str | None:
+        if min(height, width) < self.scale:
+            return f"{self.gt.path(file)} is {height}x{width}, less than one pixel at scale {self.scale}"
+        height, width = height // self.scale * self.scale, width // self.scale * self.scale
+        return self.crop.problem(self.gt.path(file), height, width) if self.crop else None
+
+    def _item(self, lq: np.ndarray, gt: np.ndarray, *, file: str, name: str) -> dict[str, Any]:
+        path = self.gt.path(file)
+        return {"lq": self._tensor(lq), "gt": self._tensor(gt), "name": name, "lq_path": path, "gt_path": path}
+
+
 @DATASETS.register()
-class DownsampleImageDataset(ImageDataset):
+class DownsampleImageDataset(CleanImageDataset):
     """GT pictures, and LQ ones reduced from them, as MATLAB's bicubic (in their own bit depth) or Pillow's does it.
 
     GT pictures are cut to multiples of the scale first. With ``downsample: image`` an LQ crop equals the same crop of
@@ -91,26 +140,12 @@ class DownsampleImageDataset(ImageDataset):
         self.kernel, self.downsample = kernel, downsample
         self.use_hflip, self.use_rot = use_hflip, use_rot
         self.crop = Crop(gt_size, scale, min_texture, small) if phase == "train" else None
-        self.gt = self._reader(dataroot_gt)
-        self.files = list_names(self.gt.source, meta_info_file, self.problems)
-        self.names = unique_stems(self.files)
-        headers = verify_pictures(self.gt, self.files, verify, self.problems)
-        for file, header in headers.items():
-            problem = self._size_problem(file, header.height, header.width)
-            if problem:
-                self.problems.add(problem)
-        self.problems.raise_if_any()
-
-    def __len__(self) -> int:
-        return len(self.files)
+        self._open(dataroot_gt, meta_info_file)
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Any]:
         epoch, index = split_key(key)
         file = self.files[index]
-        gt = self.gt(file)
-        problem = self._size_problem(file, *gt.shape[:2])
-        if problem:
-            raise DataError(problem)
+        gt = self._load(file)
         if self.kernel == "pillow" and gt.dtype != np.uint8:
             raise DataError(f"{self.gt.path(file)} has 16 bits, but Pillow reduces 8; set kernel: matlab")
         gt = mod_crop(gt, self.scale)
@@ -118,24 +153,7 @@ class DownsampleImageDataset(ImageDataset):
             gt, lq = self._sample(gt, self._rng(epoch, index))
         else:
             lq = bicubic_downsample(gt, self.scale, kernel=self.kernel)
-        path = self.gt.path(file)
-        return {
-            "lq": self._tensor(lq),
-            "gt": self._tensor(gt),
-            "name": self.names[index],
-            "lq_path": path,
-            "gt_path": path,
-        }
-
-    def readings(self) -> list[tuple[ImageReader, str]]:
-        """Every picture of the set, with the reader it comes from."""
-        return [(self.gt, file) for file in self.files]
-
-    def _size_problem(self, file: str, height: int, width: int) -> str | None:
-        if min(height, width) < self.scale:
-            return f"{self.gt.path(file)} is {height}x{width}, less than one pixel at scale {self.scale}"
-        height, width = height // self.scale * self.scale, width // self.scale * self.scale
-        return self.crop.problem(self.gt.path(file), height, width) if self.crop else None
+        return self._item(lq, gt, file=file, name=self.names[index])
 
     def _sample(self, gt: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         gt = self.crop.enlarge(gt, 1)

@@ -1,5 +1,6 @@
-"""From a good picture to a degraded one: bicubic reduction as MATLAB or as Pillow does it."""
+"""From a good picture to a degraded one: bicubic reduction as MATLAB or as Pillow does it, and haze."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,8 @@ from data.resize import imresize
 Kernel = Literal["matlab", "pillow"]
 # the taps of a low-resolution pixel reach one and a half such pixels beyond it
 _MARGIN = 2
+# as the RESIDE data sets were made: airlight in 0..1, and beta for depths up to 1
+AIRLIGHT, BETA = (0.7, 1.0), (0.6, 1.8)
 
 
 def mod_crop(image: np.ndarray, scale: int) -> np.ndarray:
@@ -49,3 +52,37 @@ def bicubic_downsample_crop(
     around = image[low[0] * scale : high[0] * scale, low[1] * scale : high[1] * scale]
     top, left = place[0] - low[0], place[1] - low[1]
     return bicubic_downsample(around, scale, kernel=kernel)[top : top + crop[0], left : left + crop[1]]
+
+
+def draw_haze(
+    rng: np.random.Generator, *, airlight: Sequence[float] = AIRLIGHT, beta: Sequence[float] = BETA
+) -> tuple[float, float]:
+    """Airlight and scattering coefficient, each drawn uniformly from its range ``(low, high)``."""
+    return float(rng.uniform(*airlight)), float(rng.uniform(*beta))
+
+
+def transmission(depth: np.ndarray, beta: float) -> np.ndarray:
+    """``exp(-beta * depth)``: the part of the light that reaches the camera; shape and floating dtype are kept."""
+    return np.exp(-np.asarray(depth) * depth.dtype.type(beta))
+
+
+def add_haze(image: np.ndarray, transmission: np.ndarray, *, airlight: float) -> np.ndarray:
+    """The atmospheric scattering model, ``image * t + airlight * (1 - t)``.
+
+    Args:
+        image: ``(h, w, c)``; uint8 and uint16 come back rounded, as a file would hold them, float as it is.
+        transmission: ``(h, w)``, the ``t`` in 0..1.
+        airlight: the colour of dense haze, grey, in 0..1 (of the range of the dtype).
+
+    Raises:
+        ValueError: the sizes differ, or the airlight is not in 0..1.
+    """
+    if image.shape[:2] != transmission.shape:
+        raise ValueError(f"a picture of {image.shape[:2]} and a transmission of {transmission.shape} do not fit")
+    if not 0 <= airlight <= 1:
+        raise ValueError(f"airlight must be in 0..1, got {airlight}")
+    t = transmission[..., None]
+    if np.issubdtype(image.dtype, np.floating):
+        return (image * t + airlight * (1 - t)).astype(image.dtype)
+    hazy = image * t + airlight * np.iinfo(image.dtype).max * (1 - t)
+    return np.floor(hazy + 0.5).astype(image.dtype)

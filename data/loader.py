@@ -148,7 +148,7 @@ def build_dataset(options: Any) -> Dataset:
     label = f"{name or options.type} ({options.phase})"
     try:
         dataset = DATASETS.build(spec, **given)
-        if takes_options_dict(DATASETS.get(options.type)):
+        if takes_options_dict(DATASETS.get(options.type, quiet=True)):
             dataset = IndexedDataset(dataset, seed)
     except (UnknownName, WrongArgument) as error:
         raise OptionsError(f"{label}: {error}") from error
@@ -197,7 +197,8 @@ def build_loader(
     target = _prefetch_target(options, device) if endless else None
     loader = DataLoader(
         dataset if alike else Sent(dataset),
-        batch_size=options.batch_size_per_gpu if endless else 1,
+        # a progressive schedule may take fewer samples
+        batch_size=getattr(options, "loaded_batch", options.batch_size_per_gpu) if endless else 1,
         sampler=_sampler(options, len(dataset), rank, world, start),
         pin_memory=bool(options.pin_memory or target) and torch.cuda.is_available(),
         # its own generator, so that starting the workers draws nothing from the global one

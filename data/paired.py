@@ -132,7 +132,11 @@ class PairedImageDataset(ImageDataset):
         problem = self._size_problem(gt_name, lq_name, gt.shape[:2], lq.shape[:2])
         if problem:
             raise DataError(problem)
-        return gt[: lq.shape[0] * self.scale, : lq.shape[1] * self.scale], lq
+        return self._fit(gt, lq), lq
+
+    def _fit(self, gt: np.ndarray, lq: np.ndarray) -> np.ndarray:
+        """The part of the GT that lies above the LQ."""
+        return gt[: lq.shape[0] * self.scale, : lq.shape[1] * self.scale]
 
     def _augment(self, gt: np.ndarray, lq: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         gt, lq = self.crop.enlarge(gt, 1), self.crop.enlarge(lq, self.scale)

@@ -43,6 +43,11 @@ def stem(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
+def shortened(names: list[str]) -> str:
+    """The first five names, and dots for more."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
 def unique_stems(names: list[str]) -> list[str]:
     """A name to show for each picture: its stem; ``a_png`` and ``a_jpg`` where two differ by the extension only."""
     count: dict[str, int] = defaultdict(int)
@@ -115,7 +120,7 @@ def pair_by_stem(
     for gt in gt_names:
         folder, _, file = stem(gt).rpartition("/")
         wanted = f"{folder}/{filename_tmpl.format(file)}" if folder else filename_tmpl.format(file)
-        lq = _choose(candidates.get(wanted, []), os.path.splitext(gt)[1])
+        lq = choose(candidates.get(wanted, []), os.path.splitext(gt)[1])
         if wanted in seen:
             problems.add(f"the GT pictures {seen[wanted]} and {gt} have the same stem")
         elif lq is None and candidates.get(wanted):
@@ -131,7 +136,8 @@ def pair_by_stem(
     return pairs
 
 
-def _choose(names: list[str], extension: str) -> str | None:
+def choose(names: list[str], extension: str) -> str | None:
+    """The only name, or the only one of several that has this extension."""
     if len(names) == 1:
         return names[0]
     same = [name for name in names if os.path.splitext(name)[1] == extension]
@@ -141,8 +147,7 @@ def _choose(names: list[str], extension: str) -> str | None:
 def _report_alone(names: list[str], side: str, other: str, filename_tmpl: str, problems: Problems) -> None:
     if not names:
         return
-    first = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    problems.add(f"{len(names)} {side} without {other} (filename_tmpl: {filename_tmpl!r}): {first}")
+    problems.add(f"{len(names)} {side} without {other} (filename_tmpl: {filename_tmpl!r}): {shortened(names)}")
 
 
 def _readable_names(names: list[str], source: Source, problems: Problems) -> list[str]:
