@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from archs.layers import check_integers
 from archs.taylor_blocks import EXPANSION, SKFF, Conv, Form, PatchEmbedding, TaylorBlock
-from archs.taylor_parts import pointwise
+from archs.taylor_parts import separable
 from kernels.tiles import Part, in_tiles
 from options.registry import ARCHS
 
@@ -62,7 +62,7 @@ class _Down(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, in_channels, h, w) -> (b, out_channels, h / 2, w / 2)"""
-        return F.pixel_unshuffle(_separable(x, self.body), 2).contiguous(memory_format=torch.channels_last)
+        return F.pixel_unshuffle(separable(x, *self.body), 2).contiguous(memory_format=torch.channels_last)
 
 
 class _Up(nn.Module):
@@ -76,15 +76,7 @@ class _Up(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, in_channels, h, w) -> (b, out_channels, 2 h, 2 w)"""
-        return F.pixel_shuffle(_separable(x, self.body), 2).contiguous(memory_format=torch.channels_last)
-
-
-def _separable(x: Tensor, body: nn.Sequential) -> Tensor:
-    def run(part: Part, maps: Sequence[Tensor], images: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor:
-        return pointwise(part.conv2d(maps[0], shared[0], groups=maps[0].shape[1]), shared[1])
-
-    weights = [body[0].weight, body[1].weight.flatten(1)]
-    return in_tiles(run, [x], [], weights, halo=1, width=x.shape[1] + len(weights[1]))
+        return F.pixel_shuffle(separable(x, *self.body), 2).contiguous(memory_format=torch.channels_last)
 
 
 class _Chain(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from archs.taylor_parts import gated, heads_of, image_of, local, pointwise, wide
+from archs.taylor_parts import gated, heads_of, image_of, local, pointwise, separable, wide
 from kernels import dispatch
 from kernels.deform_conv import deform_depthwise_conv2d
 from kernels.taylor_attention import taylor_attention
@@ -81,6 +81,8 @@ class Gate(nn.Module):
     def __init__(self, heads: int, width: int, branches: int) -> None:
         super().__init__()
         self.width, self.sizes = width, head_groups(heads)
+        # how far the widest kernel looks
+        self.reach = max(kernel for kernel, _ in self.sizes) // 2
         self.conv_list = nn.ModuleList(
             Conv(n * width * branches, n * branches, kernel, groups=n * branches, bias=True) for kernel, n in self.sizes
         )
@@ -149,7 +151,7 @@ class Attention(nn.Module):
         factors = [self.temperature.reshape(-1, self.heads)[branch]]
         if self.form.focus_power is not None:
             factors.append(self.scale.reshape(-1, self.heads)[branch].sigmoid())
-        halo = 1 + max(kernel for kernel, _ in self.refine_att.sizes) // 2
+        halo = 1 + self.refine_att.reach
         if dispatch.requested("taylor_attention") not in (None, "torch") or not suits(x, halo=halo, width=3 * self.dim):
             return self._whole(x, qkv, out, factors, gate)
         keys_values = [w[self.dim :] for w in qkv]
@@ -182,8 +184,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         (x,), (sums,), (weight, depthwise, out, *rest) = maps, images, shared
         factors, gate_weights = rest[: -2 * len(self.refine_att.sizes)], rest[-2 * len(self.refine_att.sizes) :]
-        reach = max(kernel for kernel, _ in self.refine_att.sizes) // 2
-        both = local(part, x, weight, depthwise, reach)
+        both = local(part, x, weight, depthwise, self.refine_att.reach)
         with dispatch.no_autocast(x.device.type):
             both = wide(both)
             if self.form.gates_values:
@@ -299,16 +300,9 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w)"""
-        depthwise, pointwise_ = self.offset_generator
-        offset = in_tiles(
-            self._offsets, [x], [], [depthwise.weight, pointwise_.weight.flatten(1)], halo=1, width=2 * x.shape[1]
-        )
+        offset = separable(x, *self.offset_generator)
         y = deform_depthwise_conv2d(x, offset, self.dcn.weight, clamp=self.clamp)
         return in_tiles(self._mix, [y], [], [self.pwconv.weight.flatten(1)], halo=0, width=2 * x.shape[1])
-
-    @staticmethod
-    def _offsets(part: Part, maps: Sequence[Tensor], images: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor:
-        return pointwise(part.conv2d(maps[0], shared[0], groups=maps[0].shape[1]), shared[1])
 
     @staticmethod
     def _mix(part: Part, maps: Sequence[Tensor], images: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor:

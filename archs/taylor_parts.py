@@ -1,13 +1,14 @@
 """Operators of MB-TaylorFormer's blocks on parts of an image: norm, projections, gating, and the views of heads."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from kernels.tiles import Part
+from kernels.tiles import Part, in_tiles
 
 NORM_EPS = 1e-5
 
@@ -16,6 +17,16 @@ def local(part: Part, x: Tensor, weight: Tensor, depthwise: Tensor, reach: int =
     """Norm, 1x1 convolution and depthwise 3x3 convolution: (b, c, h, w) -> (b, out, h, w), weight (out, c)"""
     x, padding = part.padded(x, 1, reach)
     return F.conv2d(pointwise(normed(x), weight), depthwise, padding=padding, groups=len(depthwise))
+
+
+def separable(x: Tensor, depthwise: nn.Conv2d, mixing: nn.Conv2d) -> Tensor:
+    """Depthwise 3x3 convolution and 1x1 convolution, in tiles: (b, c, h, w) -> (b, out, h, w)"""
+
+    def run(part: Part, maps: Sequence[Tensor], images: Sequence[Tensor], shared: Sequence[Tensor]) -> Tensor:
+        return pointwise(part.conv2d(maps[0], shared[0], groups=maps[0].shape[1]), shared[1])
+
+    weights = [depthwise.weight, mixing.weight.flatten(1)]
+    return in_tiles(run, [x], [], weights, halo=1, width=x.shape[1] + len(weights[1]))
 
 
 def gated(x: Tensor) -> Tensor:
