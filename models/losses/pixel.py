@@ -105,6 +105,39 @@ class CharbonnierLoss(WeightedLoss):
         return torch.sqrt((pred - target) ** 2 + self.eps)
 
 
+@LOSSES.register()
+class PSNRLoss(WeightedLoss):
+    """Minus the PSNR of each picture in dB, for pictures in 0..1; NAFNet's loss.
+
+    Every picture pulls alike, however far off it is, as each counts alike in the mean of a results table: the error of
+    a nearly right one is not drowned by that of a batch mate.
+
+    Source: Chen et al., "Simple Baselines for Image Restoration", ECCV 2022.
+
+    Args:
+        loss_weight: factor on the result.
+        reduction: over the pictures: ``"mean"``, ``"sum"`` or ``"none"`` (one value per picture, ``(b,)``).
+        eps: added to the mean squared error, more than 0; PSNR counts up to ``-10 log10(eps)``.
+    """
+
+    def __init__(self, *, loss_weight: float = 1.0, reduction: Reduction = "mean", eps: float = 1e-8) -> None:
+        super().__init__(loss_weight=loss_weight, reduction=reduction)
+        if eps <= 0:
+            raise ValueError(f"eps must be more than 0, got {eps}")
+        self.eps = eps
+
+    def forward(self, pred: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+        """As in :class:`WeightedLoss`; the mean squared error of a picture is taken over the weights."""
+        pred, target = _as_comparable(pred, target)
+        squares = (pred - target).square()
+        if weight is None:
+            mse = squares.mean(dim=(1, 2, 3))
+        else:
+            weight = _fit_weight(weight, pred, squares).expand_as(squares)
+            mse = (squares * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3))
+        return self.loss_weight * _reduce(10 * torch.log10(mse + self.eps), self.reduction)
+
+
 def _as_comparable(pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if pred.shape != target.shape:
         raise ValueError(f"pred {tuple(pred.shape)} and target {tuple(target.shape)} must have the same shape")

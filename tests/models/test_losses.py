@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from models.losses import LOSSES
+from models.metrics import calculate_psnr
 from options.registry import WrongArgument
 
-NAMES = ("L1Loss", "MSELoss", "CharbonnierLoss", "FFTLoss")
+BY_PLACE = ("L1Loss", "MSELoss", "CharbonnierLoss", "FFTLoss")
+NAMES = (*BY_PLACE, "PSNRLoss")
 
 
 def _pictures(dtype=torch.float64, shape=(2, 3, 5, 7)):
@@ -17,7 +19,7 @@ def _pictures(dtype=torch.float64, shape=(2, 3, 5, 7)):
 
 
 def _by_hand(name, pred, target):
-    """The difference at each place, by numpy."""
+    """The difference at each place (of each picture for PSNRLoss), by numpy."""
     a, b = pred.double().numpy(), target.double().numpy()
     if name == "L1Loss":
         return np.abs(a - b)
@@ -25,6 +27,8 @@ def _by_hand(name, pred, target):
         return (a - b) ** 2
     if name == "CharbonnierLoss":
         return np.sqrt((a - b) ** 2 + 1e-12)
+    if name == "PSNRLoss":
+        return 10 * np.log10(((a - b) ** 2).mean(axis=(1, 2, 3)) + 1e-8)
     spectra = np.fft.fft2(a), np.fft.fft2(b)
     parts = [np.stack([spectrum.real, spectrum.imag], axis=-1) for spectrum in spectra]
     return np.abs(parts[0] - parts[1])
@@ -39,7 +43,7 @@ def test_a_loss_is_its_formula_times_its_weight(name, reduction, reduce):
     np.testing.assert_allclose(loss(pred, target).numpy(), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_PLACE)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_weighted_mean_is_taken_over_the_weights(name, channels):
     pred, target = _pictures()
@@ -50,11 +54,37 @@ def test_a_weighted_mean_is_taken_over_the_weights(name, channels):
     np.testing.assert_allclose(LOSSES.build({"type": name})(pred, target, weight).item(), expected, rtol=1e-12)
 
 
-def test_a_mask_hides_what_it_does_not_cover():
+def test_the_psnr_loss_is_minus_the_psnr_of_the_results_table():
+    pred, target = _pictures()
+    expected = [
+        calculate_psnr(*(255 * x.permute(1, 2, 0).numpy() for x in pair)) for pair in zip(pred, target, strict=True)
+    ]
+    assert LOSSES.build({"type": "PSNRLoss"})(pred, target).item() == pytest.approx(-np.mean(expected), rel=1e-6)
+
+
+def test_the_psnr_loss_takes_the_error_of_a_picture_over_the_weights():
+    pred, target = _pictures()
+    mask = torch.zeros(2, 1, 5, 7, dtype=torch.float64)
+    mask[..., :3] = 0.5
+    loss = LOSSES.build({"type": "PSNRLoss"})
+    torch.testing.assert_close(loss(pred, target, mask), loss(pred[..., :3], target[..., :3]))
+
+
+def test_the_psnr_loss_is_finite_where_pictures_agree():
+    pred, target = torch.zeros(2, 1, 1, 2, 2).unbind(0)
+    pred.requires_grad_()
+    loss = LOSSES.build({"type": "PSNRLoss"})(pred, target)
+    loss.backward()
+    assert loss.item() == pytest.approx(-80)
+    assert torch.isfinite(pred.grad).all()
+
+
+@pytest.mark.parametrize("name", ["L1Loss", "PSNRLoss"])
+def test_a_mask_hides_what_it_does_not_cover(name):
     pred, target = _pictures()
     mask = torch.zeros(2, 1, 5, 7, dtype=torch.float64)
     mask[..., :3] = 1
-    loss = LOSSES.build({"type": "L1Loss"})
+    loss = LOSSES.build({"type": name})
     changed = pred.clone()
     changed[..., 3:] += 100
     assert loss(changed, target, mask) == loss(pred, target, mask)
@@ -119,8 +149,9 @@ def test_an_8_bit_picture_is_refused():
     [
         ({"type": "L1Loss", "reduction": "avg"}, "reduction must be one of mean, sum, none, got 'avg'"),
         ({"type": "CharbonnierLoss", "eps": 0}, "eps must be more than 0"),
+        ({"type": "PSNRLoss", "eps": -1.0}, "eps must be more than 0"),
     ],
-    ids=["reduction", "eps"],
+    ids=["reduction", "eps", "eps of PSNRLoss"],
 )
 def test_a_wrong_value_is_named(spec, message):
     with pytest.raises(ValueError, match=message):
