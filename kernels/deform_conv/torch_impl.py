@@ -28,12 +28,12 @@ from kernels.deform_conv import reference
 
 # pixels times channels of a piece, and fewest pixels: one sample of each is 0.8 MB in float32
 PIECE, FEWEST = 192 * 1024, 512
-# pixels of a piece of the backward pass: a sort of 32 k samples and more is by radix
-PIECE_BACKWARD = 4096
+# the same of the backward pass: a sort of 32 k samples and more is by radix
+PIECE_BACKWARD, FEWEST_BACKWARD = 128 * 1024, 4096
 # a share of the work, whose table stays in the cache: pixels at most, rows at least
 SHARE, SHARE_ROWS = 16 * 1024, 16
-# shares that all images of a call make up together, at least; two if there is little
-PARTS, FEW_PARTS, LITTLE = 4, 2, 8 * 1024
+# pixels up to which all images are one share: operators on a few thousand pixels wait for Python more than they compute
+TOGETHER = 32 * 1024
 # zeros around an image: what points outside reads two of them
 EDGE = 2
 
@@ -83,7 +83,7 @@ class _DeformConv(torch.autograd.Function):
             table, places = call.table(share), call.places(share)
             for part in share.pieces(max(PIECE // call.c, FEWEST)):
                 index, weights = call.corners(*call.samples(share, places, part))
-                call.mix(table, index.view(9, -1), weights.view(9, -1), pixels[share.image, part])
+                call.mix(table, index.view(9, -1), weights.view(9, -1), pixels.flatten(0, 1)[part])
         return _laid_out_like(x, pixels)
 
     @staticmethod
@@ -96,8 +96,8 @@ class _DeformConv(torch.autograd.Function):
         call = _Call(x, offset, weight, ctx.clamp)
         _say_nothing_of_beta()
         wanted = ctx.needs_input_grad[:3]
-        upstream = grad.permute(0, 2, 3, 1).flatten(1, 2)
-        d_offset = torch.empty(call.offset.shape, dtype=offset.dtype) if wanted[1] else None
+        upstream = grad.permute(0, 2, 3, 1)
+        d_offset = torch.empty(18, x.shape[0], *x.shape[2:], dtype=offset.dtype) if wanted[1] else None
         d_x = torch.zeros(*_rows_last(x).shape, dtype=call.dtype) if wanted[0] else None
         d_weight = torch.zeros_like(call.weight) if wanted[2] else None
         for share in call.shares():
@@ -108,7 +108,7 @@ class _DeformConv(torch.autograd.Function):
                 d_weight += d_taps
         return (
             None if d_x is None else _laid_out_like(x, d_x.flatten(1, 2).to(x.dtype)),
-            None if d_offset is None else d_offset.view_as(offset),
+            None if d_offset is None else d_offset.transpose(0, 1).contiguous(),
             None if d_weight is None else d_weight.t().reshape(weight.shape).to(weight.dtype),
             None,
         )
@@ -116,20 +116,34 @@ class _DeformConv(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Share:
-    """Rows ``start`` to ``stop`` of one image, and the rows ``first`` to ``last`` that their samples may touch."""
+    """Rows ``start`` to ``stop`` of some images, and the rows ``first`` to ``last`` that their samples may touch.
 
-    image: int
+    Of several images the rows are all.
+    """
+
+    images: slice
     start: int
     stop: int
     first: int
     last: int
-    width: int
+    size: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return self.images.stop - self.images.start
+
+    @property
+    def pixels(self) -> slice:
+        """The pixels of the share, counted from the first one of the first image of the call."""
+        h, w = self.size
+        start = (self.images.start * h + self.start) * w
+        return slice(start, start + self.count * (self.stop - self.start) * w)
 
     def pieces(self, pixels: int) -> Iterator[slice]:
-        """The pixels of the share, some at a time, counted from the first one of the image."""
-        end = self.stop * self.width
-        for start in range(self.start * self.width, end, pixels):
-            yield slice(start, min(start + pixels, end))
+        """The pixels of the share, some at a time."""
+        for start in range(self.pixels.start, self.pixels.stop, pixels):
+            yield slice(start, min(start + pixels, self.pixels.stop))
 
 
 class _Call:
@@ -138,7 +152,8 @@ class _Call:
     def __init__(self, x: Tensor, offset: Tensor, weight: Tensor, clamp: tuple[float, float] | None) -> None:
         self.dtype = torch.promote_types(torch.promote_types(x.dtype, offset.dtype), torch.float32)
         self.image = _rows_last(x)
-        self.offset = offset.flatten(2)
+        # (18, b h w), a view of one image and else a copy
+        self.offset = offset.transpose(0, 1).flatten(1)
         self.b, self.h, self.w, self.c = self.image.shape
         self.weight = weight.reshape(self.c, 9).t().to(self.dtype).contiguous()
         self.clamp = clamp
@@ -146,47 +161,52 @@ class _Call:
 
     def shares(self) -> list[_Share]:
         """Parts of the maps, the same ones whatever the number of cores."""
-        wanted = PARTS if self.b * self.h * self.w >= LITTLE else FEW_PARTS
-        rows = -(-self.h // -(-wanted // max(self.b, 1)))
-        # each share of the backward pass without a clamp has a whole map to itself: no more of them
-        if self.clamp is not None:
-            rows = max(min(rows, SHARE // self.w), SHARE_ROWS)
-        return [
-            self._share(image, start, min(start + rows, self.h))
-            for image in range(self.b)
-            for start in range(0, self.h, rows)
-        ]
+        # without a clamp each share of the backward pass has a whole map to itself
+        if self.clamp is None or self.b * self.h * self.w > TOGETHER:
+            rows = self.h if self.clamp is None else max(SHARE // self.w, SHARE_ROWS)
+            return [
+                self._share(slice(image, image + 1), start, min(start + rows, self.h))
+                for image in range(self.b)
+                for start in range(0, self.h, rows)
+            ]
+        return [self._share(slice(0, self.b), 0, self.h)] if self.b else []
 
-    def _share(self, image: int, start: int, stop: int) -> _Share:
+    def _share(self, images: slice, start: int, stop: int) -> _Share:
         low, high = (-self.h, self.h) if self.clamp is None else self.clamp
         first = min(max(start - 1 + floor(low), -EDGE), self.h)
         last = min(max(stop + ceil(high), -EDGE), self.h) + 1
-        return _Share(image, start, stop, first, last, self.w)
+        return _Share(images, start, stop, first, last, (self.h, self.w))
 
     def table(self, share: _Share) -> Tensor:
-        """The rows that a share may touch, with zeros around the image, (pixels, c)."""
+        """The rows that a share may touch, with zeros around each image, (pixels, c)."""
         rows = share.last - share.first + 1
-        table = torch.zeros(rows, self.stride, self.c, dtype=self.dtype)
+        table = torch.zeros(share.count, rows, self.stride, self.c, dtype=self.dtype)
         start, stop = max(share.first, 0), min(share.last + 1, self.h)
         if start < stop:
-            part = table[start - share.first : stop - share.first, EDGE:-EDGE]
-            part.copy_(self.image[share.image, start:stop])
+            part = table[:, start - share.first : stop - share.first, EDGE:-EDGE]
+            part.copy_(self.image[share.images, start:stop])
         return table.view(-1, self.c)
 
-    def places(self, share: _Share) -> tuple[Tensor, Tensor]:
-        """Row and column in the table of each pixel of the share."""
+    def places(self, share: _Share) -> tuple[Tensor, Tensor, Tensor]:
+        """Row and column in the table of its image of each pixel of the share, and where that table begins."""
         rows = torch.arange(share.start - share.first, share.stop - share.first, dtype=torch.int32)
         columns = torch.arange(EDGE, self.w + EDGE, dtype=torch.int32)
-        return rows.repeat_interleave(self.w), columns.repeat(share.stop - share.start)
+        tables = torch.arange(share.count, dtype=torch.int32) * ((share.last - share.first + 1) * self.stride)
+        height = share.stop - share.start
+        return (
+            rows.repeat_interleave(self.w).repeat(share.count),
+            columns.repeat(share.count * height),
+            tables.repeat_interleave(height * self.w),
+        )
 
-    def samples(self, share: _Share, places: tuple[Tensor, Tensor], part: slice) -> tuple[Tensor, Tensor]:
+    def samples(self, share: _Share, places: tuple[Tensor, ...], part: slice) -> tuple[Tensor, Tensor]:
         """Of each tap and pixel: the row of the table of the upper left corner, (9, n), and the fractions (9, 2, n)."""
-        offset = self.offsets(share, part)
+        offset = self.offsets(part)
         whole = offset.floor()
         fraction = offset - whole
         corner = whole.to(torch.int32).view(3, 3, 2, -1)
-        start = share.start * self.w
-        row, column = (place[part.start - start : part.stop - start] for place in places)
+        start = share.pixels.start
+        row, column, table = (place[part.start - start : part.stop - start] for place in places)
         step = torch.arange(-1, 2, dtype=torch.int32)[:, None]
         y, z = corner[:, :, 0], corner[:, :, 1]
         y += (row + step)[:, None]
@@ -194,18 +214,18 @@ class _Call:
         # beyond the edges there are zeros, at whatever distance; and not a number becomes a number here
         y.clamp_(0, share.last - share.first - 1)
         z.clamp_(0, self.w + EDGE)
-        return torch.add(z, y, alpha=self.stride).view(9, -1), fraction
+        return torch.add(z, y, alpha=self.stride).add_(table).view(9, -1), fraction
 
-    def offsets(self, share: _Share, part: slice) -> Tensor:
+    def offsets(self, part: slice) -> Tensor:
         """The clamped offsets, (9, 2, n)."""
-        own = self.offset[share.image, :, part].to(self.dtype)
+        own = self.offset[:, part].to(self.dtype)
         if self.clamp is not None:
             own = own.clamp(*self.clamp)
         return own.contiguous().view(9, 2, -1)
 
-    def inside(self, share: _Share, part: slice) -> Tensor:
+    def inside(self, part: slice) -> Tensor:
         """Whether the clamp lets an offset through, (18, n)."""
-        own = self.offset[share.image, :, part].to(self.dtype)
+        own = self.offset[:, part].to(self.dtype)
         return own == own.clamp(*self.clamp)
 
     def corners(self, corner: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,10 +264,10 @@ def _backward_share(
     table, places = call.table(share), call.places(share)
     d_table = torch.zeros_like(table) if wanted[0] else None
     d_weight = torch.zeros_like(call.weight) if wanted[2] else None
-    for part in share.pieces(PIECE_BACKWARD):
+    for part in share.pieces(max(PIECE_BACKWARD // call.c, FEWEST_BACKWARD)):
         corner, fraction = call.samples(share, places, part)
         corners = call.corners(corner, fraction)
-        g = upstream[share.image, part].to(call.dtype).contiguous()
+        g = upstream.flatten(0, 2)[part].to(call.dtype).contiguous()
         if d_weight is not None:
             d_weight += _bags(table, *corners).view(9, -1, call.c).mul_(g).sum(dim=1)
         if d_table is None and d_offset is None:
@@ -256,8 +276,8 @@ def _backward_share(
         if d_offset is not None:
             slopes = _slopes(_products(u, table, *corners), fraction)
             if call.clamp is not None:
-                slopes.mul_(call.inside(share, part))
-            d_offset[share.image, :, part] = slopes
+                slopes.mul_(call.inside(part))
+            d_offset.flatten(1)[:, part] = slopes
         if d_table is not None:
             _scatter(d_table, u, corner.view(-1), fraction, call.stride)
     return d_table, d_weight
@@ -309,8 +329,8 @@ def _add_rows(d_x: Tensor, share: _Share, d_table: Tensor) -> None:
     h, w, c = d_x.shape[1:]
     start, stop = max(share.first, 0), min(share.last + 1, h)
     if start < stop:
-        rows = d_table.view(-1, w + 2 * EDGE, c)
-        d_x[share.image, start:stop] += rows[start - share.first : stop - share.first, EDGE:-EDGE]
+        rows = d_table.view(share.count, -1, w + 2 * EDGE, c)
+        d_x[share.images, start:stop] += rows[:, start - share.first : stop - share.first, EDGE:-EDGE]
 
 
 def _rows_last(x: Tensor) -> Tensor:

@@ -211,13 +211,13 @@ def test_the_number_of_threads_changes_no_bit_and_neither_does_a_second_run(clam
             assert torch.equal(value, expected[name]), (name, count)
 
 
-def test_several_small_pieces_give_what_one_gives(monkeypatch):
+@pytest.mark.parametrize("together", [0, 10_000], ids=["in shares", "images together"])
+def test_several_small_pieces_give_what_one_gives(together, monkeypatch):
     arguments = cases.make_inputs(cases.Case("", 2, 3, 29, 31), dtype=torch.float64)
-    expected = with_gradients(**arguments, backend="torch")
-    for name, value in {"PIECE": 100, "FEWEST": 7, "PIECE_BACKWARD": 50, "SHARE_ROWS": 2, "SHARE": 65}.items():
+    expected = with_gradients(**arguments, backend="reference")
+    small = {"PIECE": 100, "FEWEST": 7, "PIECE_BACKWARD": 100, "FEWEST_BACKWARD": 50, "SHARE_ROWS": 2, "SHARE": 65}
+    for name, value in {**small, "TOGETHER": together}.items():
         monkeypatch.setattr(torch_impl, name, value)
-    monkeypatch.setattr(torch_impl, "PARTS", 20)
-    monkeypatch.setattr(torch_impl, "FEW_PARTS", 20)
     for name, value in with_gradients(**arguments, backend="torch").items():
         torch.testing.assert_close(value, expected[name])
 
