@@ -202,22 +202,25 @@ def check_integers(*, least: int = 1, **numbers: int) -> None:
             raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
 
 
-def per_layer(argument: str, value: Any, layers: int | None = None, *, optional: bool = False) -> list[Any]:
-    """One positive integer (or None, if ``optional``) per layer; a single value stands for all layers.
+def per_layer(
+    argument: str, value: Any, layers: int | None = None, *, optional: bool = False, least: int = 1
+) -> list[Any]:
+    """One integer (or None, if ``optional``) per layer; a single value stands for all layers.
 
     Args:
         argument: its name in messages.
         value: one entry, or a sequence of them.
         layers: their number; None if ``value`` tells it.
         optional: whether None is an entry.
+        least: what an integer is at least.
 
     Raises:
-        ValueError: a list of another length, or an entry that is no positive integer.
+        ValueError: a list of another length, or an entry that is no such integer.
     """
     values = list(value) if isinstance(value, Sequence) else [value] * (layers or 1)
     if not values or len(values) != (layers or len(values)):
         raise ValueError(f"{argument} must have one entry per layer ({layers or 'at least 1'}), got {value!r}")
     for i, entry in enumerate(values):
         if not (optional and entry is None):
-            check_integers(**{f"{argument}[{i}]": entry})
+            check_integers(least=least, **{f"{argument}[{i}]": entry})
     return values

@@ -39,7 +39,7 @@ PRESETS = {
 }
 
 # name of each stage, its level, and the level whose width it has: what is joined at full size has twice the channels
-_STAGES = (
+STAGES = (
     ("encoder_level1", 0, 0),
     ("encoder_level2", 1, 1),
     ("encoder_level3", 2, 2),
@@ -172,7 +172,7 @@ class _TaylorUNet(nn.Module):
         self.out_channels = 3 if dual_pixel_task else inp_channels
         self.first_shortcut, self.dual_pixel_task = first_shortcut, dual_pixel_task
         self.patch_embed = nn.ModuleDict({"proj": Conv(inp_channels, dim[0], 3)})
-        for name, level, width in _STAGES:
+        for name, level, width in STAGES:
             settings = {"dim": dim[width], "branches": num_path[level]}
             setattr(self, f"patch_embed_{name}", _Chain(dim[width], num_path[level], clamp))
             setattr(self, name, _Stage(heads=heads[level], depth=num_blocks[level], form=form, **settings))

@@ -49,14 +49,19 @@ PRESETS = {
 }
 
 
-def rib_features(window: int, n_freqs: int) -> Tensor:
+def rib_features(window: int | tuple[int, int], n_freqs: int) -> Tensor:
     """Coordinates of the pixels of a window in (-1, 1), x first, and their sines and cosines at octaves, without pi.
 
+    Args:
+        window: its side, or its height and width, each of which the coordinates are stretched to.
+        n_freqs: number of octaves.
+
     Returns:
-        ``(window**2, 2 + 4 * n_freqs)``, float32: x, y, then per octave sin x, sin y, cos x, cos y.
+        ``(h * w, 2 + 4 * n_freqs)``, float32: x, y, then per octave sin x, sin y, cos x, cos y.
     """
-    centre = 2 * (torch.arange(window, dtype=torch.float32, device="cpu") + 0.5) / window - 1
-    y, x = torch.meshgrid(centre, centre, indexing="ij")
+    sides = (window, window) if isinstance(window, int) else window
+    centres = [2 * (torch.arange(n, dtype=torch.float32, device="cpu") + 0.5) / n - 1 for n in sides]
+    y, x = torch.meshgrid(*centres, indexing="ij")
     xy = torch.stack([x.flatten(), y.flatten()], dim=-1)
     octaves = [f(xy * 2**i) for i in range(n_freqs) for f in (torch.sin, torch.cos)]
     return torch.cat([xy, *octaves], dim=-1)
@@ -84,6 +89,8 @@ class WindowAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window, self.heads, self.shift, self.attention_dtype = window, heads, shift, attention_dtype
+        # what attends instead where it takes the image, and what a window of 0 stands for; see archs.wildcat
+        self.core: nn.Module | None = None
         self.to_qkv = Pointwise(dim, 3 * dim)
         self.to_out = Pointwise(dim, dim)
         self.gate = None
@@ -95,12 +102,17 @@ class WindowAttention(nn.Module):
         """(b, dim, h, w) -> (b, dim, h, w)"""
         qkv = self.to_qkv(x).permute(0, 2, 3, 1)
         dtype = self._dtype(qkv)
-        q_pos, k_pos, bias = self.positions(dtype)
-        out = self._attend(qkv, q_pos, k_pos, bias, dtype).permute(0, 3, 1, 2)
+        size = tuple(qkv.shape[1:3])
+        q_pos, k_pos, bias = self.positions(dtype, size)
+        attend = self.core if self.core is not None and self.core.takes(size) else self._attend
+        out = attend(qkv, q_pos, k_pos, bias, dtype).permute(0, 3, 1, 2)
         return self.to_out(out if self.gate is None else out * self.gate(x))
 
-    def positions(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Positional factors of the queries and keys, ``(heads, window**2, rank)`` each, and a dense bias."""
+    def positions(
+        self, dtype: torch.dtype, size: tuple[int, int]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Positional factors of the queries and keys, ``(heads, window**2, rank)`` each, and a dense bias; without a
+        window (0), those of the ``h * w`` pixels of an image of this ``size``."""
         return None, None, None
 
     def _attend(
@@ -158,9 +170,11 @@ class RIBAttention(WindowAttention):
         for weight, bound in ((self.to_hidden, first), (self.to_q, second), (self.to_k, second)):
             nn.init.uniform_(weight, -bound, bound)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Factors of queries and keys, ``(heads, window**2, rank)`` each, in float32 (float64 in a float64 network)."""
-        weights = (self.rib_coords, self.to_hidden, self.hidden_b, self.to_q, self.to_k)
+    def factors(self, size: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """Factors of queries and keys, ``(heads, window**2, rank)`` each, in float32 (float64 in a float64 network);
+        ``size`` as in :meth:`positions`."""
+        coords = self.rib_coords if self.window else rib_features(size, self.n_freqs).to(self.to_hidden.device)
+        weights = (coords, self.to_hidden, self.hidden_b, self.to_q, self.to_k)
         dtype = torch.promote_types(self.to_hidden.dtype, torch.float32)
         with no_autocast(self.to_hidden.device.type):
             features, to_hidden, hidden_b, to_q, to_k = (w.to(dtype) for w in weights)
@@ -168,10 +182,11 @@ class RIBAttention(WindowAttention):
             hidden = torch.sin(SIREN_FREQUENCY * hidden) if self.siren else F.relu(hidden)
             return hidden @ to_q, hidden @ to_k
 
-    def positions(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, None]:
+    def positions(self, dtype: torch.dtype, size: tuple[int, int]) -> tuple[Tensor, Tensor, None]:
         """See :class:`WindowAttention`; remembered between calls in inference."""
         weights = (self.to_hidden, self.hidden_b, self.to_q, self.to_k)
-        q_pos, k_pos = self._cache.get(weights, dtype, lambda: tuple(f.to(dtype) for f in self.factors()))
+        size = None if self.window else size
+        q_pos, k_pos = self._cache.get(weights, (dtype, size), lambda: tuple(f.to(dtype) for f in self.factors(size)))
         return q_pos, k_pos, None
 
     def train(self, mode: bool = True) -> "RIBAttention":
@@ -201,7 +216,7 @@ class RPBAttention(WindowAttention):
         super().__init__(**common)
         self.relative_position_bias = nn.Parameter(0.001 * torch.randn(self.heads, (2 * self.window - 1) ** 2))
 
-    def positions(self, dtype: torch.dtype) -> tuple[None, None, Tensor]:
+    def positions(self, dtype: torch.dtype, size: tuple[int, int]) -> tuple[None, None, Tensor]:
         """See :class:`WindowAttention`: bias[query, key] = table[key - query]."""
         side = 2 * self.window - 1
         table = self.relative_position_bias.to(dtype).reshape(self.heads, side, side)
@@ -291,6 +306,8 @@ class SST(nn.Module):
     multiple_of = 1
     minimum = 1
     halo = None
+    # of an entry of window_sizes
+    _least_window = 1
 
     def __init__(
         self,
@@ -312,7 +329,7 @@ class SST(nn.Module):
         attention_dtype: str = "auto",
     ) -> None:
         super().__init__()
-        windows = per_layer("window_sizes", window_sizes)
+        windows = per_layer("window_sizes", window_sizes, least=self._least_window)
         heads = per_layer("num_heads", num_heads, len(windows))
         ranks = per_layer("ranks", ranks, len(windows), optional=True)
         rib_hidden_dim = 32 if rib_hidden_dim is None else rib_hidden_dim
@@ -338,7 +355,7 @@ class SST(nn.Module):
 
         self.scale = upscaling_factor
         self.in_channels = self.out_channels = in_channels
-        self.tile_multiple = math.lcm(*windows)
+        self.tile_multiple = math.lcm(*filter(None, windows))
         self.proj = nn.Conv2d(in_channels, dim, 3, padding=1)
         cycle = list(zip(windows, heads, ranks, shifts, strict=True))
         blocks = [Block(*(layer(*row) for row in cycle), nn.Conv2d(dim, dim, 3, padding=1)) for _ in range(n_blocks)]

@@ -141,6 +141,8 @@ class Attention(nn.Module):
         self.qkv_dwconv = Conv(3 * dim * p, 3 * dim * p, 3, groups=3 * dim * p)
         self.project_out = Conv(dim * p, dim * p, 1, groups=p)
         self.refine_att = Gate(heads, (1 if form.gates_values else 2) * dim // heads, p)
+        # what attends instead of the Taylor expansion, unless it is told to leave that; see archs.wildcat
+        self.core: nn.Module | None = None
 
     def forward(self, x: Tensor, norm: Tensor, branch: int = 0) -> Tensor:
         """(b, dim, h, w) -> (b, dim, h, w), where ``norm`` (dim,) weighs the channels of the norm before"""
@@ -152,7 +154,8 @@ class Attention(nn.Module):
         if self.form.focus_power is not None:
             factors.append(self.scale.reshape(-1, self.heads)[branch].sigmoid())
         halo = 1 + self.refine_att.reach
-        if dispatch.requested("taylor_attention") not in (None, "torch") or not suits(x, halo=halo, width=3 * self.dim):
+        given = self._core() is not None or dispatch.requested("taylor_attention") not in (None, "torch")
+        if given or not suits(x, halo=halo, width=3 * self.dim):
             return self._whole(x, qkv, out, factors, gate)
         keys_values = [w[self.dim :] for w in qkv]
         sums = in_tiles(self._sums, [x], [], keys_values, halo=1, width=3 * self.dim, scale=TILE_SCALE, total=True)
@@ -166,6 +169,9 @@ class Attention(nn.Module):
         if hasattr(self, "one_M"):
             state_dict.setdefault(f"{prefix}one_M", self.one_M.detach())
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _core(self) -> nn.Module | None:
+        return self.core if self.core is not None and self.core.acts else None
 
     def _for_queries(self, rows: Tensor) -> Tensor:
         """Of weights (3 dim, ...) those of queries and values one after the other, or of queries and keys by heads."""
@@ -212,8 +218,12 @@ class Attention(nn.Module):
                 (a,), (b,) = (self._units(wide(t)) for t in (q, k))
                 of_gate = image_of(torch.stack([a, b], dim=2).flatten(1, 2), x)
             gate = self.refine_att.compute(part, of_gate, gate_weights).flatten(2)
-        settings = {"norm": self.form.norm, "eps": self.form.eps, "focus_power": self.form.focus_power}
-        y = taylor_attention(q, k, v, gate=gate, **settings, **self._settings(factors, gate.dtype))
+        core = self._core()
+        if core is not None:
+            y = core(q, k, v, gate, factors[0].to(gate.dtype), size=tuple(x.shape[2:]))
+        else:
+            settings = {"norm": self.form.norm, "eps": self.form.eps, "focus_power": self.form.focus_power}
+            y = taylor_attention(q, k, v, gate=gate, **settings, **self._settings(factors, gate.dtype))
         return x + pointwise(image_of(y, x).to(x.dtype), out)
 
     def _units(self, x: Tensor) -> tuple[Tensor, ...]:

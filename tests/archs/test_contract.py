@@ -13,26 +13,34 @@ import torch
 from archs import ARCHS
 
 _UNET = {"dim": (8, 16, 16, 24), "num_blocks": (1, 1, 1, 1), "heads": (1, 2, 4, 6), "num_path": (2, 2, 3, 2)}
+_SST = {
+    "dim": 8,
+    "num_heads": 2,
+    "n_blocks": 2,
+    "exp_ratio": 1.5,
+    "upsampler_type": "pixelshuffle",
+    "intermediate_dim": 6,
+}
+# four keys of each tile, of 16 at least
+_CORESET = {"rank": 8, "bins": 2}
 SMALL = {
-    "SST": {
-        "dim": 8,
-        "window_sizes": (4, 8),
-        "num_heads": 2,
-        "ranks": (2, 3),
-        "n_blocks": 2,
-        "exp_ratio": 1.5,
-        "upsampler_type": "pixelshuffle",
-        "intermediate_dim": 6,
-    },
+    "SST": {**_SST, "window_sizes": (4, 8), "ranks": (2, 3)},
     "MBTaylorFormer": _UNET,
     "MBTaylorFormerV2": _UNET,
+    "WildCatSST": {**_SST, "window_sizes": (4, 8, 0), "ranks": (2, 3, 2), **_CORESET, "threshold": 8},
+    "WildCatMBTaylorFormer": {**_UNET, **_CORESET, "threshold": 32, "learned_temperature": True},
 }
 # for what runs a network hundreds of times, or traces it: fewer copies of the same operators. Fusion of one branch has
 # no gradient, so elsewhere there are two at least
 _FEWER = {"heads": (1, 1, 1, 6), "num_path": (1, 1, 1, 1)}
-LEAN = {"MBTaylorFormer": _FEWER, "MBTaylorFormerV2": _FEWER}
+LEAN = {
+    "MBTaylorFormer": _FEWER,
+    "MBTaylorFormerV2": _FEWER,
+    "WildCatMBTaylorFormer": {**_FEWER, "rank": 4, "threshold": 200},
+}
+LEAN["WildCatSST"] = {"n_blocks": 1, "window_sizes": (8, 0), "ranks": 2, "rank": 4}
 # of thousands of operators, the gradients are traced part by part, in the tests of the parts
-TRACED_IN_PARTS = {"MBTaylorFormer", "MBTaylorFormerV2"}
+TRACED_IN_PARTS = {"MBTaylorFormer", "MBTaylorFormerV2", "WildCatMBTaylorFormer"}
 SIZES = [(1, 1), (1, 5), (9, 11), (17, 23)]
 
 by_arch = pytest.mark.parametrize("arch", ARCHS.names())
@@ -75,8 +83,21 @@ def relative_error(found, expected):
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+def exact(net):
+    """The network, without approximations that are drawn at random or have no gradient, where it has such."""
+    if hasattr(net, "set_attention"):
+        net.set_attention("exact")
+    return net
+
+
+def drawn(net, x):
+    """The output, after the same draws whenever it is called: a network may make some in training."""
+    torch.manual_seed(3)
+    return net(x)
+
+
 def gradients(net, x):
-    out = net(x)
+    out = drawn(net, x)
     trained = [p for p in net.parameters() if p.requires_grad]
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     return torch.autograd.grad(out, trained, upstream, allow_unused=True)
@@ -129,11 +150,21 @@ def test_an_image_does_not_see_its_batch(net, size, tolerance):
 @torch.no_grad()
 def test_the_same_image_gives_the_same_output_twice_and_in_training_mode(net, tolerance):
     x = image_for(net)
-    first = net(x)
-    assert torch.equal(net(x), first)
+    assert torch.equal(net(x), net(x))
+    first = exact(net)(x)
     torch.testing.assert_close(net.train()(x), first, **tolerance(torch.float32))
     with torch.enable_grad():
         torch.testing.assert_close(net(x).detach(), first, **tolerance(torch.float32))
+
+
+@by_arch
+@torch.no_grad()
+def test_training_mode_gives_the_same_after_the_same_draws_and_hardly_another_output(net):
+    x = image_for(net, (17, 23))
+    expected = net(x)
+    first = drawn(net.train(), x)
+    assert torch.equal(drawn(net, x), first)
+    assert relative_error(first, expected) < 0.05
 
 
 @by_arch
@@ -163,7 +194,7 @@ def test_every_parameter_gets_a_finite_gradient_and_so_does_the_image(net):
 
 @by_arch
 def test_the_gradient_is_the_slope(net):
-    net, x = net.double().train(), image_for(net, (5, 6), dtype=torch.float64)
+    net, x = exact(net).double().train(), image_for(net, (5, 6), dtype=torch.float64)
     directions = [torch.randn_like(p) for p in net.parameters() if p.requires_grad]
     slope = sum((g * d).sum() for g, d in zip(gradients(net, x), directions, strict=True))
     trained, values, step = [p for p in net.parameters() if p.requires_grad], [], 1e-6
@@ -215,12 +246,16 @@ def test_bfloat16_and_float64_work_as_types_of_the_whole_network(net):
 @by_arch
 def test_bfloat16_trains(net):
     x = image_for(net)
-    exact = gradients(copy.deepcopy(net).double().train(), x.double())
+    # rounded, it may draw other keys, so what can be told about those gradients is little
+    assert all(gradient.isfinite().all() for gradient in gradients(copy.deepcopy(net).bfloat16().train(), x.bfloat16()))
+    wide = gradients(exact(copy.deepcopy(net)).double().train(), x.double())
+    whole = float(torch.cat([gradient.flatten() for gradient in wide]).norm())
     names = [name for name, p in net.named_parameters() if p.requires_grad]
-    for name, found, expected in zip(names, gradients(net.bfloat16().train(), x.bfloat16()), exact, strict=True):
+    for name, found, expected in zip(names, gradients(exact(net).bfloat16().train(), x.bfloat16()), wide, strict=True):
         assert found.dtype == torch.bfloat16, name
-        # exactly zero for the slope of a PReLU that sees nothing below zero
-        assert torch.equal(found, expected.bfloat16()) or relative_error(found, expected) < 0.5, name
+        # a parameter of one number, say, may have a gradient whose terms cancel
+        scale = max(float(expected.norm()), 0.01 * whole)
+        assert float((found.double() - expected).norm()) < 0.5 * scale, name
 
 
 @by_arch
@@ -335,7 +370,7 @@ def test_its_training_compiles_to_one_graph(arch, lean, tolerance):
     net = lean.train()
     compiled = torch.compile(net, fullgraph=True, backend="eager" if arch in TRACED_IN_PARTS else "aot_eager")
     x = image_for(net)
-    torch.testing.assert_close(compiled(x), net(x), **tolerance(torch.float32))
+    torch.testing.assert_close(drawn(compiled, x), drawn(net, x), **tolerance(torch.float32))
     for found, gradient in zip(gradients(compiled, x), gradients(net, x), strict=True):
         torch.testing.assert_close(found, gradient, **tolerance(torch.float32))
 
