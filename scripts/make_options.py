@@ -1,7 +1,8 @@
 """Write the option files of the published networks from their tables: python -m scripts.make_options.
 
-SST's are here, MB-TaylorFormer's in ``scripts.mbt_options``. ``--check`` writes nothing and says which file differs
-from its table. A file that differs is only replaced with ``--force``.
+SST's are here, MB-TaylorFormer's in ``scripts.mbt_options``; those of WildCat, from ``scripts.wildcat_table``, are like
+them. ``--check`` writes nothing and says which file differs from its table. A file that differs is only replaced with
+``--force``.
 """
 
 import argparse
@@ -11,16 +12,16 @@ from pathlib import Path
 from archs.sst import PRESETS
 from models.runtime import run
 from options.errors import UserError
-from scripts import mbt_options
-from scripts.sst_table import JUDGED_IN_TRAINING, PAPER, PUBLISHED, SETS, Setting, settings
+from scripts import mbt_options, wildcat_table
+from scripts.sst_table import JUDGED_IN_TRAINING, SETS, Setting, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def files() -> dict[str, str]:
     """Path from the checkout -> text of every file of the tables."""
-    found = mbt_options.files()
-    for setting in settings():
+    found = mbt_options.files(wildcat_table.mbt_settings())
+    for setting in (*settings(), *wildcat_table.sst_settings()):
         found[f"options/train/sr/{setting.name}.yml"] = training_file(setting)
         found[f"options/test/sr/{setting.name}.yml"] = test_file(setting)
     return found
@@ -66,11 +67,11 @@ def test_file(setting: Setting) -> str:
     file = f"options/test/sr/{setting.name}.yml"
     weights = f"experiments/{setting.name}/models/net_g_latest.pth"
     head = [
-        f"# {setting.title}: the test of {PAPER}.",
+        *_named(f"{setting.title}: the test of", setting),
         f"# Command:  python test.py -opt {file}",
         "#           The authors' weights:",
         f"#           python test.py -opt {file} \\",
-        f"#             path.pretrain_network_g=pretrained_models/{setting.name}.pth",
+        f"#             path.pretrain_network_g=pretrained_models/{setting.weights}.pth",
         *_expected(setting),
         "# Protocol: whole pictures, the averaged weights, results rounded to 8 bit, PSNR and SSIM on Y of BT.601,",
         f"#           {setting.scale} pixels cut off at each edge.",
@@ -102,7 +103,7 @@ val:
 def _training_head(setting: Setting) -> str:
     file, batch = f"options/train/sr/{setting.name}.yml", setting.batch
     head = [
-        f"# {setting.title}, as in {PAPER}.",
+        *_named(f"{setting.title}, as in", setting),
         f"# Command:  torchrun --nproc_per_node=4 train.py -opt {file} --launcher pytorch",
         f"#           One GPU, the same {4 * batch} samples a step (4 x {batch}, accumulated):",
         f"#           python train.py -opt {file} train.accum_iter=4",
@@ -112,7 +113,8 @@ def _training_head(setting: Setting) -> str:
     if start is not None:
         head += [
             f"# Start:    the averaged weights of {start}; those of the upsampler are resampled to this scale.",
-            f"#           From the authors' weights: path.pretrain_network_g=pretrained_models/{start}.pth",
+            "#           From the authors' weights: "
+            f"path.pretrain_network_g=pretrained_models/{start.removeprefix('WildCat')}.pth",
         ]
     if setting.name == "SSTlight_Plus_DIV2K_X4":
         head += [
@@ -124,12 +126,13 @@ def _training_head(setting: Setting) -> str:
 
 
 def _expected(setting: Setting) -> list[str]:
-    told = PUBLISHED.get(
-        (setting.variant, setting.corpus, setting.scale),
-        ("no score of this network is published in text",),
-    )
-    lines = [f"# Expected: {told[0]}", *(f"#           {text}" for text in told[1:])]
-    return [*lines, "#           Not measured with Pellucid."]
+    told = setting.expected
+    return [f"# Expected: {told[0]}", *(f"#           {text}" for text in told[1:])]
+
+
+def _named(text: str, setting: Setting) -> list[str]:
+    line = f"# {text} {setting.paper}."
+    return [line] if len(line) <= 120 else [f"# {text}", f"# {setting.paper}."]
 
 
 def _training_data(setting: Setting) -> list[str]:
@@ -160,8 +163,8 @@ def _top(setting: Setting) -> str:
 
 def _network(setting: Setting) -> str:
     preset = PRESETS[setting.variant]
-    lines = ["network_g:", "  type: SST"]
-    for key, value in preset.items():
+    lines = ["network_g:", f"  type: {setting.network}"]
+    for key, value in {**preset, **setting.extra}.items():
         lines.append(f"  {key}: [{_row(value)}]" if isinstance(value, tuple) else f"  {key}: {value}")
     return "\n".join([*lines, f"  upscaling_factor: {setting.scale}"])
 

@@ -1,7 +1,9 @@
 """The text of the option files of the published MB-TaylorFormer networks, from the table in ``scripts.mbt_table``."""
 
+from collections.abc import Iterable
+
 from archs.mb_taylorformer import PRESETS
-from scripts.mbt_table import OWN_FILE, PAPERS, PUBLISHED, WEIGHTS, Pairs, Setting, settings
+from scripts.mbt_table import OWN_FILE, WEIGHTS, Pairs, Setting, settings
 
 # label after psnr and ssim -> arguments; the first is the protocol of the authors' scripts
 _FLOAT, _8BIT = "quantize: false", ""
@@ -35,10 +37,10 @@ OTHERS = {
 }
 
 
-def files() -> dict[str, str]:
-    """Path from the checkout -> text of every file of the table."""
+def files(others: Iterable[Setting] = ()) -> dict[str, str]:
+    """Path from the checkout -> text of every file of the table, and of ``others`` like them."""
     found = {}
-    for setting in settings():
+    for setting in (*settings(), *others):
         found[_path(setting, "train")] = training_file(setting)
         found[_path(setting, "test")] = test_file(setting)
     return found
@@ -105,7 +107,7 @@ def test_file(setting: Setting) -> str:
     ]
     head = [
         f"# {setting.title}: the test of",
-        f"# {PAPERS[setting.version]}.",
+        f"# {setting.paper}.",
         *_test_command(setting),
         *_expected(setting),
         *_lines("Protocol:", "whole pictures, continued by reflection to multiples of 8;", *PROTOCOLS[task]),
@@ -144,7 +146,7 @@ def _training_head(setting: Setting) -> str:
     protocol = "Y of BT.601" if setting.luma else "RGB"
     head = [
         f"# {setting.title}, as in",
-        f"# {PAPERS[setting.version]}.",
+        f"# {setting.paper}.",
         f"# Command:  torchrun --nproc_per_node=8 train.py -opt {file} \\",
         "#             --launcher pytorch",
         f"#           One GPU, the same {8 * batch} samples a step (8 x {batch}, accumulated):",
@@ -169,7 +171,7 @@ def _settings(setting: Setting) -> list[str]:
             told.append("Theirs starts from weights that are not published; this one starts anew.")
     if setting.batch == 2:
         told.append("Theirs loads 4 samples for each GPU and trains on 2 of them; this one loads 2.")
-    return _lines("Settings:", *told)
+    return _lines("Settings:", *told, *setting.notes)
 
 
 def _test_command(setting: Setting) -> list[str]:
@@ -187,8 +189,7 @@ def _test_command(setting: Setting) -> list[str]:
 
 
 def _expected(setting: Setting) -> list[str]:
-    told = PUBLISHED.get(setting.key, ("none found: no score of this network on these data was found in text.",))
-    return [*_lines("Expected:", *told), "#           Not measured with Pellucid."]
+    return _lines("Expected:", *setting.expected)
 
 
 def _layout(word: str, sets: list[Pairs], source: str = "") -> list[str]:
@@ -215,9 +216,9 @@ def _top(setting: Setting) -> str:
 
 
 def _network(setting: Setting) -> str:
-    own = "qk_norm: 0.5" if setting.version == 1 else "focus_power: 8"
-    lines = [f"  {key}: {value if key == 'type' else list(value)}" for key, value in PRESETS[setting.preset].items()]
-    return "\n".join(["network_g:", *lines, "  offset_clamp: [-3, 3]", f"  {own}"])
+    sizes = {key: list(value) for key, value in PRESETS[setting.preset].items() if key != "type"}
+    options = {"type": setting.network, **sizes, "offset_clamp": [-3, 3], **setting.extra}
+    return "\n".join(["network_g:", *(f"  {key}: {value}" for key, value in options.items())])
 
 
 def _source(pairs: Pairs) -> str:

@@ -226,6 +226,27 @@ class Setting:
         return "MBTaylorFormer" if self.version == 1 else "MBTaylorFormerV2"
 
     @property
+    def extra(self) -> dict[str, object]:
+        """Options of the network beyond those of its size."""
+        return {"qk_norm": 0.5} if self.version == 1 else {"focus_power": 8}
+
+    @property
+    def paper(self) -> str:
+        """Where the network is from."""
+        return PAPERS[self.version]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else there is to say about its settings."""
+        return ()
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """What is published, line by line."""
+        none = ("none found: no score of this network on these data was found in text.",)
+        return (*PUBLISHED.get(self.key, none), "Not measured with Pellucid.")
+
+    @property
     def preset(self) -> str:
         """Its key in ``archs.mb_taylorformer.PRESETS``."""
         return f"MB-TaylorFormer{'V2' if self.version == 2 else ''}-{self.size}"

@@ -88,6 +88,32 @@ class Setting:
         return f"{self.variant}_{self.corpus}_X{self.scale}"
 
     @property
+    def network(self) -> str:
+        """Its class."""
+        return "SST"
+
+    @property
+    def extra(self) -> dict[str, int | list[int]]:
+        """Options of the network beyond those of its size."""
+        return {}
+
+    @property
+    def weights(self) -> str:
+        """Name of the authors' weights."""
+        return self.name
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """What is published, line by line."""
+        none = ("no score of this network is published in text",)
+        return (*PUBLISHED.get((self.variant, self.corpus, self.scale), none), "Not measured with Pellucid.")
+
+    @property
+    def paper(self) -> str:
+        """Where the network is from."""
+        return PAPER
+
+    @property
     def title(self) -> str:
         """As the paper calls it."""
         return f"{TITLES[self.variant]} for x{self.scale} super-resolution, trained on {self.corpus}"

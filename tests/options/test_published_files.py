@@ -29,8 +29,8 @@ def test_the_files_are_as_the_table_has_them(capsys):
 
 
 def test_every_published_network_has_its_files():
-    assert len(NAMES) == 33
-    assert sum("/sr/" in name for name in files()) == 66
+    assert len(NAMES) == 33 + 9
+    assert sum("/sr/" in name for name in files()) == 2 * len(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,7 +43,7 @@ def test_a_file_loads_and_its_network_has_the_published_number_of_parameters(nam
     with torch.device("meta"):
         network = ARCHS.build(training.network_g.spec())
     count = sum(parameter.numel() for parameter in network.parameters())
-    assert count == COUNTS[name.split("_")[0]][training.scale - 2]
+    assert count == COUNTS[name.removeprefix("WildCat").split("_")[0]][training.scale - 2]
     # whole windows fill the patch, so that nothing is continued by reflection in training
     patch = training.datasets["train"].arguments()["gt_size"] // training.scale
     assert all(patch % window == 0 for window in training.network_g.arguments()["window_sizes"])
@@ -96,11 +96,25 @@ def test_a_file_beside_them_has_a_head_and_its_own_name():
         assert yaml.safe_load(file.read_text(encoding="utf-8"))["num_gpu"] in ("auto", 0), file
 
 
-def test_the_quickstart_is_tested_as_it_was_trained():
+QUICKSTARTS = [
+    "sr/sst_quickstart_x2",
+    "sr/wildcat_sst_quickstart_x2",
+    "dehaze/mb_taylorformer_quickstart",
+    "dehaze/wildcat_mb_taylorformer_quickstart",
+]
+
+
+@pytest.mark.parametrize("file", QUICKSTARTS, ids=lambda f: f.split("/")[1])
+def test_the_quickstart_is_tested_as_it_was_trained(file):
     training, test = (
-        yaml.safe_load((ROOT / "options" / kind / "sr/sst_quickstart_x2.yml").read_text(encoding="utf-8"))
+        yaml.safe_load((ROOT / "options" / kind / f"{file}.yml").read_text(encoding="utf-8"))
         for kind in ("train", "test")
     )
+    # trained exactly, a network may be tested by its coreset
+    attention = {
+        key: options["network_g"].pop("attention", None) for key, options in (("train", training), ("test", test))
+    }
+    assert attention["test"] == attention["train"] or attention == {"train": "exact", "test": "coreset"}
     for key in ("network_g", "scale", "name"):
         assert test[key] == training[key]
     for key in ("metrics", "baseline"):
