@@ -76,17 +76,7 @@ class WindowCore(nn.Module):
             return exact(q, k, v, None, scale)
         if self.attention == "mean":
             return wide(v).mean(dim=2, keepdim=True).to(v.dtype).expand_as(v)
-        return wildcat_attention(
-            q,
-            k,
-            v,
-            rank=self.rank,
-            bins=self.bins,
-            scale=scale,
-            grid=grid,
-            seed=_seed(self, q),
-            fallback_gamma=self.fallback_gamma,
-        )
+        return _from_coreset(self, q, k, v, grid, scale)
 
     def extra_repr(self) -> str:
         return _settings_of(self)
@@ -147,17 +137,7 @@ class TokenCore(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int], scale: float) -> Tensor:
         if self.attention == "exact" or q.shape[2] < self.threshold:
             return exact(q, k, v, None, scale)
-        return wildcat_attention(
-            q,
-            k,
-            v,
-            rank=self.rank,
-            bins=self.bins,
-            scale=scale,
-            grid=grid,
-            seed=_seed(self, q),
-            fallback_gamma=self.fallback_gamma,
-        )
+        return _from_coreset(self, q, k, v, grid, scale)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
         # the files of the plain network have no temperature
@@ -183,9 +163,13 @@ def _pixels(
     return torch.cat([q, q_pos], dim=-1), torch.cat([k, k_pos], dim=-1), v
 
 
-def _seed(core: nn.Module, x: Tensor) -> Tensor | int:
-    """Of the draw of the coreset: a fresh one in training, from the generator whose state a checkpoint keeps."""
-    return torch.randint(2**31 - 1, (), device=x.device) if core.training else 0
+def _from_coreset(
+    core: WindowCore | TokenCore, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int], scale: float
+) -> Tensor:
+    # in training a fresh draw, from the generator whose state a checkpoint keeps
+    seed = torch.randint(2**31 - 1, (), device=q.device) if core.training else 0
+    settings = {"rank": core.rank, "bins": core.bins, "fallback_gamma": core.fallback_gamma}
+    return wildcat_attention(q, k, v, scale=scale, grid=grid, seed=seed, **settings)
 
 
 def _settings_of(core: WindowCore | TokenCore) -> str:

@@ -4,11 +4,11 @@ Each takes q ``(b, heads, m, d)``, k ``(b, heads, n, d)``, v ``(b, heads, n, dv)
 ``scale`` of the logits, and returns ``(b, heads, m, dv)``. None lets a head or an image see another one.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from kernels.coreset_attention.bins import squarest
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
@@ -140,15 +140,15 @@ def pool(x: Tensor, rank: int, grid: tuple[int, int] | None) -> Tensor:
 
 
 def divide(rank: int, h: int, w: int) -> tuple[int, int]:
-    """Rows and columns of ``rank`` tiles of ``h`` x ``w`` pixels whose sides differ least.
+    """Rows and columns of ``rank`` tiles, as the bins of a coreset are cut.
 
     Raises:
         ValueError: no rows and columns make up ``rank``.
     """
-    ways = [(rows, rank // rows) for rows in range(1, min(rank, h) + 1) if rank % rows == 0 and rank // rows <= w]
-    if not ways:
+    tiles = squarest(rank, h, w)
+    if tiles is None:
         raise ValueError(f"{rank} averages are not tiles of a grid of {h} x {w}; a power of two is")
-    return min(ways, key=lambda way: abs(math.log((h / way[0]) / (w / way[1]))))
+    return tiles
 
 
 def _check_rank(rank: int, k: Tensor) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.coreset_attention import reference, torch_impl
 from kernels.coreset_attention.arguments import (
-    check_choice,
     check_keys,
     check_queries,
     make_mask,
@@ -18,7 +17,6 @@ from kernels.coreset_attention.arguments import (
     make_settings,
     scale_or_default,
 )
-from kernels.coreset_attention.bins import make_bins
 from kernels.coreset_attention.temperature import query_radii
 from kernels.coreset_attention.torch_impl import Compressed
 
@@ -118,7 +116,15 @@ def wildcat_attention(
     check_queries(q, k)
     beta = scale_or_default(k, scale)
     settings = make_settings(
-        k, beta, rank=rank, bins=bins, grid=grid, layout=layout, sampler=sampler, tau_mult=tau_mult, recentre=recentre
+        k.shape[2],
+        beta,
+        rank=rank,
+        bins=bins,
+        grid=grid,
+        layout=layout,
+        sampler=sampler,
+        tau_mult=tau_mult,
+        recentre=recentre,
     )
     mask = make_mask(key_mask, k)
     if fallback_gamma is not None and not fallback_gamma >= 0:
@@ -177,7 +183,15 @@ def compress_kv(
     check_keys(k, v)
     beta = scale_or_default(k, scale)
     settings = make_settings(
-        k, beta, rank=rank, bins=bins, grid=grid, layout=layout, sampler=sampler, tau_mult=tau_mult, recentre=recentre
+        k.shape[2],
+        beta,
+        rank=rank,
+        bins=bins,
+        grid=grid,
+        layout=layout,
+        sampler=sampler,
+        tau_mult=tau_mult,
+        recentre=recentre,
     )
     mask, noise = make_mask(key_mask, k), make_noise(k, settings, generator, noise, seed)
     radius = query_radius
@@ -263,7 +277,7 @@ def compress_cache(
     pivots = torch.cat([kept.where(own, -1), (chosen.pivots + first).where(chosen.pivots >= 0, -1)], dim=2)
     lower, upper = torch_impl.value_range(values.to(dtype).detach(), mask)
     # a slot that is empty must not have the largest logit
-    keys = keys.gather(2, torch_impl.filled(pivots, pivots >= 0)[..., None].expand(*pivots.shape, keys.shape[-1]))
+    keys = torch_impl.take(keys, torch_impl.filled(pivots, pivots >= 0))
     return chosen._replace(
         keys=keys.to(chosen.keys.dtype),
         values=torch.cat([values[:, :, kept].to(dtype), chosen.values], dim=2),
@@ -292,9 +306,7 @@ def noise_shape(
     Raises:
         ValueError: one that does not fit.
     """
-    check_choice(rank, bins, sampler, 1.0)
-    made = make_bins(n, bins, grid, layout)
-    return made.count, -(-rank // made.count), 1 if sampler == "cdf" else made.width
+    return make_settings(n, rank=rank, bins=bins, grid=grid, layout=layout, sampler=sampler).noise_shape
 
 
 def _may_look(q: Tensor) -> bool:
@@ -331,13 +343,12 @@ def _fall_back(
 
 
 def _warn(gamma: float) -> None:
-    if "gamma" not in _warned:
-        _warned.add("gamma")
-        logger.warning(
-            f"coreset attention: gamma = {gamma:.1f} (largest logit over the log of the number of keys) is above "
-            f"{GAMMA_WARNING:.0f}, where a coreset is no better than a subset of the keys; fallback_gamma computes "
-            "such heads exactly. Told once."
-        )
+    _warned.add("gamma")
+    logger.warning(
+        f"coreset attention: gamma = {gamma:.1f} (largest logit over the log of the number of keys) is above "
+        f"{GAMMA_WARNING:.0f}, where a coreset is no better than a subset of the keys; fallback_gamma computes "
+        "such heads exactly. Told once."
+    )
 
 
 def _steps(module: Any) -> Any:

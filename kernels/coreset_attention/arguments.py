@@ -13,25 +13,24 @@ from kernels.coreset_attention.torch_impl import Settings
 
 
 def make_settings(
-    k: Tensor,
-    beta: float,
+    n: int,
+    beta: float = 1.0,
     *,
     rank: int,
     bins: int,
     grid: Sequence[int] | None,
     layout: str | None,
     sampler: str,
-    tau_mult: float,
-    recentre: bool,
+    tau_mult: float = 1.0,
+    recentre: bool = True,
 ) -> Settings:
-    """What the arguments of these names say, checked."""
-    check_choice(rank, bins, sampler, tau_mult)
-    made = make_bins(k.shape[2], bins, grid, layout)
+    """What the arguments of these names say, checked, for ``n`` keys."""
+    _check_choice(rank, bins, sampler, tau_mult)
+    made = make_bins(n, bins, grid, layout)
     return Settings(rank, made, beta, sampler, float(tau_mult), bool(recentre))
 
 
-def check_choice(rank: int, bins: int, sampler: str, tau_mult: float) -> None:
-    """Raise ValueError for a number or a sampler that cannot be."""
+def _check_choice(rank: int, bins: int, sampler: str, tau_mult: float) -> None:
     for name, value in (("rank", rank), ("bins", bins)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -93,8 +92,7 @@ def make_noise(
 ) -> Tensor | None:
     """Uniforms (heads or 1, bins, slots, places), or None where nothing is drawn."""
     _check_chance(generator, noise, seed)
-    bins = settings.bins
-    shape = (bins.count, settings.slots, 1 if settings.sampler == "cdf" else bins.width)
+    shape = settings.noise_shape
     if noise is None:
         if settings.exact or settings.sampler == "greedy":
             return None

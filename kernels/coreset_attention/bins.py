@@ -89,12 +89,15 @@ def make_bins(n: int, bins: int, grid: Sequence[int] | None, layout: str | None)
     return Bins((h, w), _tiles(h, w, min(bins, n)))
 
 
+def squarest(count: int, h: int, w: int) -> tuple[int, int] | None:
+    """Rows and columns of ``count`` tiles of a grid of ``h`` x ``w``, as square as they can be; None where none fit."""
+    fits = [(a, count // a) for a in range(1, min(h, count) + 1) if count % a == 0 and count // a <= w]
+    return min(fits, key=lambda tiles: abs(math.log(h * tiles[1] / (w * tiles[0]))), default=None)
+
+
 def _tiles(h: int, w: int, bins: int) -> tuple[int, int]:
-    for count in range(bins, 0, -1):
-        fits = [(a, count // a) for a in range(1, min(h, count) + 1) if count % a == 0 and count // a <= w]
-        if fits:
-            return min(fits, key=lambda tiles: abs(math.log(h * tiles[1] / (w * tiles[0]))))
-    raise AssertionError("one tile always fits")
+    # one tile always fits
+    return next(tiles for tiles in (squarest(count, h, w) for count in range(bins, 0, -1)) if tiles)
 
 
 def _cuts(side: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,11 @@ class Settings:
         return -(-self.rank // self.bins.count)
 
     @property
+    def noise_shape(self) -> tuple[int, int, int]:
+        """Of the uniforms that one head is drawn by."""
+        return self.bins.count, self.slots, 1 if self.sampler == "cdf" else self.bins.width
+
+    @property
     def exact(self) -> bool:
         """Whether every key has a slot."""
         h, w = self.bins.grid
@@ -112,7 +117,7 @@ def compress(
         tokens = places.expand(*x.shape[:2], *places.shape).gather(-1, chosen.pivots).flatten(2)
         active = chosen.active.flatten(2)
         values, weights = _weigh(bins.split(v - value_mean), chosen, scale, back)
-        keys = _take(k, filled(tokens, active))
+        keys = take(k, filled(tokens, active))
         pivots = tokens.masked_fill(~active, -1)
     gauges = (lower, upper, gamma.to(dtype), tau)
     return Compressed(keys - key_mean, values, weights, *gauges, pivots, key_mean, value_mean)
@@ -214,10 +219,11 @@ def _everything(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tens
     if mask is None:
         return k, v, v.new_ones(v.shape[:3]), tokens
     values = v.masked_fill(~mask[..., None], 0)
-    return _take(k, filled(tokens, mask)), values, mask.to(v.dtype), tokens.masked_fill(~mask, -1)
+    return take(k, filled(tokens, mask)), values, mask.to(v.dtype), tokens.masked_fill(~mask, -1)
 
 
-def _take(k: Tensor, tokens: Tensor) -> Tensor:
+def take(k: Tensor, tokens: Tensor) -> Tensor:
+    """(b, heads, n, d), (b, heads, r) -> (b, heads, r, d)"""
     return k.gather(2, tokens[..., None].expand(*tokens.shape, k.shape[-1]))
 
 

@@ -5,6 +5,7 @@ import torch
 
 import kernels.coreset_attention as coreset_attention
 from kernels.coreset_attention import compress_kv, noise_shape, weighted_attention, wildcat_attention
+from kernels.coreset_attention.bins import make_bins
 
 SAMPLERS = ("gumbel", "cdf", "greedy", "uniform")
 by_backend = pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -121,7 +122,7 @@ def test_each_bin_chooses_from_its_own_part_of_the_image(options, side, backend)
 @pytest.mark.parametrize("bins", [2, 6, 7, 16])
 @pytest.mark.parametrize("layout", ["tiles", "strips", "slices"])
 def test_bins_hold_every_token_once_whatever_the_sides(layout, bins, grid):
-    made = coreset_attention.make_bins(grid[0] * grid[1], bins, grid, layout)
+    made = make_bins(grid[0] * grid[1], bins, grid, layout)
     tokens, held = made.tokens(torch.device("cpu"))
     assert tokens[held].sort().values.equal(torch.arange(grid[0] * grid[1]))
     sizes = held.sum(dim=-1)
@@ -140,7 +141,7 @@ def test_tiles_are_as_square_as_they_can_be():
         ((64, 32), 8, (4, 2)),
         ((5, 50), 5, (1, 5)),
     ):
-        assert coreset_attention.make_bins(grid[0] * grid[1], bins, grid, None).tiles == tiles
+        assert make_bins(grid[0] * grid[1], bins, grid, None).tiles == tiles
 
 
 @by_backend
