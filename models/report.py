@@ -126,7 +126,9 @@ def _draw_losses(axis: Axes, steps: Sequence[Mapping[str, float]]) -> None:
         own = [row for row in steps if label in row]
         # a line needs two points
         axis.plot([row["iter"] for row in own], [row[label] for row in own], "-" if len(own) > 1 else "o", label=label)
-    axis.set(ylabel="loss", yscale="log")
+    # a loss below zero (PSNRLoss) has no logarithm, and would not be drawn
+    positive = all(row[key] > 0 for row in steps for key in row if key.startswith("l_"))
+    axis.set(ylabel="loss", yscale="log" if positive else "linear")
     if axis.lines:
         axis.legend(loc="best")
     rate = axis.twinx()

@@ -196,6 +196,11 @@ def test_a_curve_shows_each_loss_and_each_set(curve):
     assert [list(line.get_ydata()) for line in psnr.lines] == [[30.0, 31.0], [29.0, 29.0], [20.0, 21.0]]
 
 
+def test_a_loss_below_zero_is_drawn(curve):
+    positive, negative = curve(steps(3, l_pix=0.5))[0], curve(steps(3, l_pix=-20.0))[0]
+    assert (positive.get_yscale(), negative.get_yscale()) == ("log", "linear")
+
+
 def test_a_curve_needs_no_validation(curve):
     (losses,) = curve(steps(3, l_pix=0.5))
     assert list(losses.lines[0].get_xdata()) == [1, 2, 3]
