@@ -123,7 +123,8 @@ def use_backend(op: str, name: str | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        _in_use.remove(entry)
+        # the last of equal ones: blocks end from the inside
+        del _in_use[len(_in_use) - 1 - _in_use[::-1].index(entry)]
 
 
 def check_environment() -> None:

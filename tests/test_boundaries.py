@@ -140,7 +140,7 @@ import torch
 heavy = "torch._dynamo" in sys.modules
 import archs
 for path in sorted(pathlib.Path("kernels").rglob("*.py")):
-    if path.stem != "fused":
+    if not path.stem.startswith(("fused", "triton")):
         importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
 assert heavy or "torch._dynamo" not in sys.modules, "an import brought in torch._dynamo"
 net = archs.ARCHS.build({{"type": "SST", "dim": 4, "window_sizes": [2], "num_heads": 1, "ranks": [1], "n_blocks": 1}})
