@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from kernels.layer_norm2d import layer_norm2d
 from kernels.tiles import Part, in_tiles
 
 NORM_EPS = 1e-5
@@ -64,27 +65,7 @@ def pointwise(x: Tensor, weight: Tensor) -> Tensor:
 
 def normed(x: Tensor) -> Tensor:
     """x over the standard deviation of each pixel's channels, whose mean stays: (b, c, h, w), in the dtype of ``x``."""
-    y = wide(x)
-    if torch.compiler.is_compiling():
-        return (y * torch.rsqrt(y.var(dim=1, keepdim=True, correction=0) + NORM_EPS)).to(x.dtype)
-    return _Normed.apply(y).to(x.dtype)
-
-
-class _Normed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        centred = x - x.mean(dim=1, keepdim=True)
-        scale = centred.square_().mean(dim=1, keepdim=True).add_(NORM_EPS).rsqrt_()
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, scale = ctx.saved_tensors
-        along = (x * grad).mean(dim=1, keepdim=True) * scale**3
-        # x * scale, whose scale falls with the variance of x
-        return torch.addcmul(grad * scale, x - x.mean(dim=1, keepdim=True), along, value=-1)
+    return layer_norm2d(x, None, None, NORM_EPS, centred=False)
 
 
 def heads_of(x: Tensor, kinds: int, heads: int) -> tuple[Tensor, ...]:

@@ -1,17 +1,17 @@
 """Layer norm of each pixel over its channels, defined in plain PyTorch.
 
-y[c] = (x[c] - mean) / sqrt(mean((x - mean)^2) + eps) * weight[c] + bias[c]
+y[c] = (x[c] - mean) / sqrt(mean((x - mean)^2) + eps) * weight[c] + bias[c]; where the mean stays, x[c] is divided.
 """
 
 import torch
 from torch import Tensor
 
 
-def layer_norm2d(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+def layer_norm2d(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool = True) -> Tensor:
     """(b, c, h, w) -> (b, c, h, w); arithmetic in float32 at least."""
     y = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = y - y.mean(dim=1, keepdim=True)
-    y = y / torch.sqrt(y.square().mean(dim=1, keepdim=True) + eps)
+    around = y - y.mean(dim=1, keepdim=True)
+    y = (around if centred else y) / torch.sqrt(around.square().mean(dim=1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(y.dtype)[:, None, None]
     if bias is not None:

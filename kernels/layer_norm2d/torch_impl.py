@@ -1,18 +1,24 @@
 """Layer norm of each pixel by plain PyTorch, with statistics in float32 at least.
 
 ``F.layer_norm`` reads a channels-last image without a copy. For an image in NCHW order it needs one each way; on the
-CPU, reductions over the channel axis are then twice as fast (README.md), and the definition is just that.
+CPU, reductions over the channel axis are then twice as fast (README.md), and the definition is just that. The form that
+keeps the mean has its own gradient, in which less is kept than autograd would.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.layer_norm2d import reference
 
 
-def layer_norm2d(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
+def layer_norm2d(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool = True) -> Tensor:
     """(b, c, h, w) -> (b, c, h, w), channels-last if ``x`` is, NCHW otherwise."""
+    if not centred:
+        return _divided(x, weight, bias, eps)
     channels_last = x.stride(1) == 1
     if x.device.type == "cpu" and not channels_last:
         return reference.layer_norm2d(x, weight, bias, eps=eps)
@@ -20,6 +26,37 @@ def layer_norm2d(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: 
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
     y = F.layer_norm(x.to(dtype).permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps).to(x.dtype).permute(0, 3, 1, 2)
     return y if channels_last else y.contiguous()
+
+
+def _divided(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The form that keeps the mean."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if torch.compiler.is_compiling():
+        y = y * torch.rsqrt(y.var(dim=1, keepdim=True, correction=0) + eps)
+    else:
+        y = _Divided.apply(y, eps)
+    if weight is not None:
+        y = y * weight.to(y.dtype)[:, None, None]
+    if bias is not None:
+        y = y + bias.to(y.dtype)[:, None, None]
+    return y.to(x.dtype)
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        centred = x - x.mean(dim=1, keepdim=True)
+        scale = centred.square_().mean(dim=1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, scale = ctx.saved_tensors
+        along = (x * grad).mean(dim=1, keepdim=True) * scale**3
+        # x * scale, whose scale falls with the variance of x
+        return torch.addcmul(grad * scale, x - x.mean(dim=1, keepdim=True), along, value=-1), None
 
 
 def _sums_in_16_bits(x: Tensor, *parameters: Tensor | None) -> bool:

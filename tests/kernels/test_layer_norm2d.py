@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from kernels.layer_norm2d import cases, layer_norm2d
 
+by_form = pytest.mark.parametrize("centred", [True, False], ids=["centred", "bias-free"])
 by_backend = pytest.mark.parametrize("backend", ["torch", "reference"])
 
 
@@ -16,16 +17,25 @@ def test_the_reference_is_the_formula():
     torch.testing.assert_close(layer_norm2d(x, weight, bias, backend="reference"), expected, rtol=0, atol=1e-12)
 
 
+def test_without_centring_the_mean_stays():
+    x, weight, bias = cases.make_inputs((2, 8, 5, 7), dtype=torch.float64)
+    deviation = (x.var(dim=1, correction=0, keepdim=True) + 1e-6).sqrt()
+    expected = x / deviation * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+    found = layer_norm2d(x, weight, bias, centred=False, backend="reference")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@by_form
 @by_backend
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels-last"])
 @pytest.mark.parametrize("dtype", list(cases.TOLERANCES), ids=str)
 @pytest.mark.parametrize("shape", cases.SMALL, ids=str)
-def test_every_backend_equals_the_float64_reference_with_every_gradient(shape, dtype, channels_last, backend):
+def test_every_backend_equals_the_float64_reference_with_every_gradient(shape, dtype, channels_last, backend, centred):
     inputs = cases.make_inputs(shape, dtype=dtype, channels_last=channels_last)
     results = []
     for tensors, name in ((inputs, backend), ([t.double() for t in inputs], "reference")):
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        out = layer_norm2d(*leaves, backend=name)
+        out = layer_norm2d(*leaves, centred=centred, backend=name)
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
         results.append([out, *torch.autograd.grad(out, leaves, upstream)])
     assert results[0][0].dtype == dtype
@@ -57,10 +67,11 @@ def test_a_single_channel_is_its_own_mean(backend):
     torch.testing.assert_close(layer_norm2d(x, weight, bias, backend=backend), bias.expand(1, 1, 3, 3))
 
 
+@by_form
 @by_backend
-def test_the_gradients_are_the_derivatives(backend):
+def test_the_gradients_are_the_derivatives(backend, centred):
     tensors = [t.requires_grad_() for t in cases.make_inputs((1, 3, 2, 2), dtype=torch.float64)]
-    assert torch.autograd.gradcheck(lambda *t: layer_norm2d(*t, backend=backend), tensors)
+    assert torch.autograd.gradcheck(lambda *t: layer_norm2d(*t, centred=centred, backend=backend), tensors)
 
 
 @by_backend
