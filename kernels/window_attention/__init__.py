@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.window_attention import chunked, reference, torch_impl
+from kernels.window_attention import chunked, limits, reference, torch_impl
 
 __all__ = ["window_attention"]
 
@@ -41,7 +41,7 @@ def window_attention(
         scale: factor of the content logits, positive; ``1 / sqrt(d)`` by default.
         bias: ``(heads, window**2, window**2)``, query first, or None.
         dtype: type in which q, k, v and the weights are multiplied; that of ``qkv`` by default.
-        backend: ``"flash"``, ``"chunked"``, ``"sdpa"``, ``"torch"``, ``"reference"`` or ``"auto"``; see
+        backend: ``"triton"``, ``"flash"``, ``"chunked"``, ``"sdpa"``, ``"torch"``, ``"reference"`` or ``"auto"``; see
             :mod:`kernels.dispatch`.
 
     Returns:
@@ -117,6 +117,13 @@ def _rounding(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 dispatch.register(
     "window_attention",
     (
+        dispatch.Backend(
+            "triton",
+            limits.run,
+            limits.supports,
+            "on a CUDA device, a kernel that reads the image in place and copies nothing is the fastest",
+            limits.declines,
+        ),
         dispatch.Backend(
             "flash",
             _rounding(torch_impl.flash),
