@@ -1,16 +1,19 @@
 """Attention with softmax expanded to first order, whose cost is linear in the pixels."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels import dispatch, launch
 from kernels.taylor_attention import reference, torch_impl
 
 __all__ = ["taylor_attention"]
 
 GATE_MODES = ("multiply", "add")
+# channels of a head whose sums the registers of a Triton program hold
+WIDEST = 63
 
 
 def taylor_attention(
@@ -41,7 +44,7 @@ def taylor_attention(
         gate_mode: ``"multiply"`` (V1) the output by the gate, or ``"add"`` (V2) it.
         focus_power: power of the positive parts of q and k in a second term (8 in V2), or None for none.
         focus_weight: ``(heads,)`` weights of that term; needed with ``focus_power`` and only then.
-        backend: ``"torch"``, ``"reference"`` or ``"auto"``; see :mod:`kernels.dispatch`.
+        backend: ``"triton"``, ``"torch"``, ``"reference"`` or ``"auto"``; see :mod:`kernels.dispatch`.
 
     Returns:
         ``(b, heads, d, n)``, in the dtype of ``v``; sums are kept in float32 at least. Vectors of zeros attend to all
@@ -89,9 +92,39 @@ def _check_shape(name: str, x: Tensor | None, wanted: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
 
 
+def _triton(*tensors: Tensor | None, **options: Any) -> Tensor:
+    from kernels.taylor_attention import fused
+
+    return fused.taylor_attention(*tensors, **options)
+
+
+def _triton_supports(
+    q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *tensors: Tensor | None, **options: Any
+) -> str | None:
+    if v is not None:
+        if v.shape[2] > WIDEST:
+            return f"it holds the sums of a head in registers, at most {WIDEST} channels, and this one has {v.shape[2]}"
+        if torch.float64 in (q.dtype, k.dtype, v.dtype) and not launch.interpreting():
+            return "its products are made for float32 and 16 bits, not for float64"
+    return launch.why_not(v)
+
+
+def _triton_declines(
+    q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, *tensors: Tensor | None, **options: Any
+) -> str | None:
+    return launch.why_not_unasked(v)
+
+
 dispatch.register(
     "taylor_attention",
     (
+        dispatch.Backend(
+            "triton",
+            _triton,
+            _triton_supports,
+            "sums and outputs are one kernel each, which reads the images once",
+            _triton_declines,
+        ),
         dispatch.Backend(
             "torch",
             torch_impl.taylor_attention,
