@@ -1,11 +1,12 @@
 """Depthwise 3x3 convolution whose taps are moved, pixel by pixel, by an offset field."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels import dispatch, launch
 from kernels.deform_conv import reference, torch_impl
 
 __all__ = ["deform_depthwise_conv2d"]
@@ -36,7 +37,8 @@ def deform_depthwise_conv2d(
     Raises:
         ValueError: shapes, devices or dtypes do not fit, or ``clamp`` is no interval.
         KernelUnavailable: the backend that was asked for cannot run this call.
-        RuntimeError: a derivative of the gradient was asked of the backend ``torch``.
+        RuntimeError: a derivative of the gradient was asked of the backend ``torch`` or ``triton``, or ``triton``
+            was told to be deterministic between forward and backward passes, and there is no clamp.
     """
     _check_tensors(x, offset, weight)
     return dispatch.run("deform_conv", backend, x, offset, weight, clamp=_interval(clamp))
@@ -69,9 +71,33 @@ def _interval(clamp: tuple[float, float] | None) -> tuple[float, float] | None:
     return low, high
 
 
+def _triton(x: Tensor, offset: Tensor, weight: Tensor, *, clamp: tuple[float, float] | None) -> Tensor:
+    from kernels.deform_conv import fused
+
+    return fused.deform_depthwise_conv2d(x, offset, weight, clamp=clamp)
+
+
+def _triton_supports(x: Tensor | None = None, *tensors: Tensor | None, **options: Any) -> str | None:
+    scattered = x is not None and x.requires_grad and torch.is_grad_enabled() and options.get("clamp", ()) is None
+    if scattered and torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms is on, and without a clamp it adds the gradient by x in any order"
+    return launch.why_not(x)
+
+
+def _triton_declines(x: Tensor | None = None, *tensors: Tensor | None, **options: Any) -> str | None:
+    return launch.why_not_unasked(x)
+
+
 dispatch.register(
     "deform_conv",
     (
+        dispatch.Backend(
+            "triton",
+            _triton,
+            _triton_supports,
+            "one kernel reads channels-last rows at the corners, and two more give every gradient",
+            _triton_declines,
+        ),
         dispatch.Backend(
             "torch",
             torch_impl.deform_depthwise_conv2d,
