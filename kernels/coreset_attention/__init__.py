@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.coreset_attention import reference, torch_impl
+from kernels.coreset_attention import limits, reference, torch_impl
 from kernels.coreset_attention.arguments import (
     check_keys,
     check_queries,
@@ -27,6 +27,7 @@ logger = logging.getLogger("pellucid")
 # from here on a subset of the keys does as well
 GAMMA_WARNING = 8.0
 _warned: set[str] = set()
+_calls = {"gamma": 0}
 
 
 class Coreset(NamedTuple):
@@ -98,7 +99,7 @@ def wildcat_attention(
         recentre: compare keys less their mean.
         fallback_gamma: heads whose gamma is above are computed exactly; None for none, with a warning above 8. Neither
             is looked at while ``torch.compile`` traces, where a fallback is refused.
-        backend: ``"torch"``, ``"reference"`` or ``"auto"``; see :mod:`kernels.dispatch`.
+        backend: ``"triton"``, ``"torch"``, ``"reference"`` or ``"auto"``; see :mod:`kernels.dispatch`.
 
     Returns:
         ``(b, m_heads, m, dv)``, in the dtype of ``q``; within the range of the values of each channel.
@@ -325,8 +326,7 @@ def _fall_back(
     beta: float,
 ) -> Tensor:
     """``out`` with the heads whose gamma is too large computed exactly, or a warning that there are some."""
-    if limit is None and "gamma" in _warned:
-        # nothing more to say, and a look at values makes a GPU wait
+    if limit is None and ("gamma" in _warned or not _is_due()):
         return out
     bad = gamma > (GAMMA_WARNING if limit is None else limit)
     if not bad.any():
@@ -340,6 +340,12 @@ def _fall_back(
     with dispatch.no_autocast(q.device.type):
         found = torch_impl.exact(*heads, None if mask is None else mask[bad][:, None], beta)
     return out.unflatten(1, (k.shape[1], group)).index_put((bad,), found.to(out.dtype)).flatten(1, 2)
+
+
+def _is_due() -> bool:
+    """Whether to look for a warning: at the calls 1, 2, 4, 8, ..., as a look at values makes a GPU wait."""
+    _calls["gamma"] += 1
+    return _calls["gamma"].bit_count() == 1
 
 
 def _warn(gamma: float) -> None:
@@ -363,6 +369,13 @@ def _steps(module: Any) -> Any:
 dispatch.register(
     "coreset_attention",
     (
+        dispatch.Backend(
+            "triton",
+            limits.run,
+            limits.supports,
+            "one kernel chooses and weighs the keys of every bin, one attends to them",
+            limits.declines,
+        ),
         dispatch.Backend(
             "torch", _steps(torch_impl), dispatch.always, "plain PyTorch, all bins side by side, attention by SDPA"
         ),

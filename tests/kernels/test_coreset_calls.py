@@ -146,6 +146,7 @@ def test_heads_above_the_limit_are_exact_and_others_untouched(masked, backend):
 @pytest.fixture
 def unwarned(monkeypatch):
     monkeypatch.setattr(coreset_attention, "_warned", set())
+    monkeypatch.setattr(coreset_attention, "_calls", {"gamma": 0})
 
 
 @pytest.mark.usefixtures("unwarned")
@@ -160,6 +161,17 @@ def test_a_poor_approximation_is_told_of_once(caplog):
             wildcat_attention(q, k, v, rank=9)
     assert len(caplog.messages) == 1
     assert "fallback_gamma" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_the_look_for_a_warning_becomes_rare(monkeypatch):
+    # on a GPU each look waits for it
+    q, k, v = drawn(n=16)
+    looks, truth = [], torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: (looks.append(call), truth(x))[1])
+    for call in range(1, 18):  # noqa: B007  the patch reads it
+        wildcat_attention(q, k, v, rank=4)
+    assert set(looks) == {1, 2, 4, 8, 16}
 
 
 def test_a_fallback_is_refused_while_a_compiler_traces():
