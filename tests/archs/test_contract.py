@@ -25,6 +25,7 @@ _SST = {
 _CORESET = {"rank": 8, "bins": 2}
 SMALL = {
     "SST": {**_SST, "window_sizes": (4, 8), "ranks": (2, 3)},
+    "EDSR": {"num_feat": 6, "num_block": 2, "upscale": 2},
     "MBTaylorFormer": _UNET,
     "MBTaylorFormerV2": _UNET,
     "WildCatSST": {**_SST, "window_sizes": (4, 8, 0), "ranks": (2, 3, 2), **_CORESET, "threshold": 8},
