@@ -86,6 +86,8 @@ def open_source(dataroot: str | os.PathLike, io_backend: Mapping[str, Any] | Non
         )
     root = Path(os.path.expanduser(os.path.expandvars(dataroot)))
     if not root.is_dir():
+        if root.exists():
+            raise DataError(f"{root} is a file; a folder of pictures is wanted")
         where = "" if os.path.isabs(root) else f" in {os.getcwd()}"
         raise DataError(f"the folder {root} does not exist{where}")
     if (root / "data.mdb").is_file():

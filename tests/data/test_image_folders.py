@@ -58,6 +58,12 @@ def test_an_empty_folder_and_a_missing_one_are_named(folder, tmp_path):
         SingleImageDataset(dataroot_lq=str(tmp_path / "nowhere"))
 
 
+def test_a_file_in_place_of_a_folder_is_told_so(tmp_path):
+    (tmp_path / "list.txt").write_text("a.png")
+    with pytest.raises(DataError, match=r"list\.txt is a file; a folder of pictures is wanted"):
+        SingleImageDataset(dataroot_lq=str(tmp_path / "list.txt"))
+
+
 def test_pairs_are_found_by_stem_across_extensions_and_subfolders(folder):
     gt = folder("gt", "a.png", "b/a.bmp", "v1.0.png")
     lq = folder("lq", "ax2.png", "b/ax2.webp", "v1.0x2.jpg", size=(8, 8))
