@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kernels.dispatch import KernelUnavailable
 from kernels.launch import AotCase, interpreting
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
@@ -57,8 +58,15 @@ def main(argv: list[str] | None = None) -> int:
     if interpreting():
         print("TRITON_INTERPRET is set: there is nothing to compile; unset it", file=sys.stderr)
         return 2
-    if arguments.check:
-        return check(arguments.check)
+    try:
+        return check(arguments.check) if arguments.check else compile_all(arguments)
+    except KernelUnavailable as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def compile_all(arguments: argparse.Namespace) -> int:
+    """Compile what was asked for; 1 if any case failed or there was none."""
     rows = []
     for op, case in cases(arguments.op):
         if arguments.match in case.name:
@@ -85,7 +93,11 @@ def cases(ops: list[str] | None = None) -> Iterator[tuple[str, AotCase]]:
 
 def check(path: str) -> int:
     """Compare a report with the cases of today; 1 if it lacks one, has another, or tells of a failure."""
-    rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"{path} is no report, as --json writes it: {error!r}", file=sys.stderr)
+        return 2
     keys = ("op", "case", "kernel", "arch", "warps", "stages")
     reported = {tuple(row[key] for key in keys) for row in rows}
     shipped = {

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kernels.dispatch import KernelUnavailable
+from scripts import aot_report
+
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "kernels" / "aot_report.json"
 
@@ -22,6 +25,26 @@ def check(path):
 def test_it_is_of_every_shipped_configuration_and_tells_of_no_failure():
     done = check(REPORT)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("content", [None, "{}", "rows"], ids=["absent", "without rows", "no JSON"])
+def test_what_is_no_report_is_told_so(content, tmp_path):
+    if content is not None:
+        (tmp_path / "report.json").write_text(content, encoding="utf-8")
+    done = check(tmp_path / "report.json")
+    assert done.returncode == 2
+    assert "is no report" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_triton_it_says_so(monkeypatch, capsys):
+    def absent(ops=None):
+        raise KernelUnavailable("triton cannot be imported (no module)")
+
+    monkeypatch.setattr(aot_report, "cases", absent)
+    monkeypatch.setattr(aot_report, "interpreting", lambda: False)
+    assert aot_report.main([]) == 2
+    assert "triton cannot be imported" in capsys.readouterr().err
 
 
 def test_what_is_missing_unknown_or_failed_is_named(tmp_path):
