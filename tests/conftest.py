@@ -20,6 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # one thread: results do not depend on the machine, and two tests beside each other do not wait for one another
 torch.set_num_threads(1)
 
+# nohup and the background of a shell ignore these for whatever they start; tests of signals send them
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _default)
+
 TOLERANCES = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-10},
     torch.float32: {"rtol": 1e-4, "atol": 2e-5},
