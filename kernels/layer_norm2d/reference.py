@@ -12,8 +12,13 @@ def layer_norm2d(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: 
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     around = y - y.mean(dim=1, keepdim=True)
     y = (around if centred else y) / torch.sqrt(around.square().mean(dim=1, keepdim=True) + eps)
+    return scaled(y, weight, bias).to(x.dtype)
+
+
+def scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``y * weight + bias`` by channels, in the dtype of ``y``; None for neither."""
     if weight is not None:
         y = y * weight.to(y.dtype)[:, None, None]
     if bias is not None:
         y = y + bias.to(y.dtype)[:, None, None]
-    return y.to(x.dtype)
+    return y

@@ -35,11 +35,7 @@ def _divided(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
         y = y * torch.rsqrt(y.var(dim=1, keepdim=True, correction=0) + eps)
     else:
         y = _Divided.apply(y, eps)
-    if weight is not None:
-        y = y * weight.to(y.dtype)[:, None, None]
-    if bias is not None:
-        y = y + bias.to(y.dtype)[:, None, None]
-    return y.to(x.dtype)
+    return reference.scaled(y, weight, bias).to(x.dtype)
 
 
 class _Divided(torch.autograd.Function):

@@ -34,6 +34,7 @@ def rows_of(d: int) -> int:
 
 
 def is_last(v: Tensor) -> bool:
+    """Whether the d channels of a vector lie side by side."""
     return v.stride(2) == 1
 
 
@@ -46,6 +47,7 @@ def empty(x: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def empty_gate(v: Tensor, gate: Tensor | None) -> Tensor:
+    """Memory for the gradient of the gate, with no entries where there is none."""
     gate = v[0:0] if gate is None else gate
     return torch.empty(gate.shape, dtype=gate.dtype, device=v.device)
 
@@ -73,6 +75,7 @@ def _wide(v: Tensor) -> torch.dtype:
 
 
 def gate_kind(gate: Tensor | None, multiplies: bool) -> int:
+    """What the kernels call GATE: 0 for none, 1 for a factor, 2 for a term."""
     return 0 if gate is None else 1 if multiplies else 2
 
 

@@ -109,6 +109,7 @@ def both_of(
 
 @triton.jit
 def row_of(both, row, D: tl.constexpr):
+    """Row D, where the denominators are."""
     return tl.sum(tl.where((row == D)[:, None], both, 0), axis=0)
 
 

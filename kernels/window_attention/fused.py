@@ -53,7 +53,7 @@ def window_attention(
         # half of its power of two goes to the other one, exactly: float16 has few
         half = 2.0 ** round(math.log2(abs(factor)) / 2)
         q_pos = (q_pos * (factor / half)).to(dtype).contiguous()
-        k_pos = (k_pos * half).to(dtype).contiguous() if half != 1 else k_pos.to(dtype).contiguous()
+        k_pos = (k_pos * half).to(dtype).contiguous()
     return window_attention_forward(qkv, q_pos, k_pos, heads, window, scale, dtype)[0]
 
 

@@ -44,8 +44,7 @@ class Network:
 
 _TAYLOR = ("taylor_attention", "deform_conv", "layer_norm2d")
 _ONE_BLOCK = {"num_blocks": (1, 1, 1, 1), "num_refinement_blocks": 1}
-_WINDOWS = {"window_sizes": (8, 16), "num_heads": (3, 3), "ranks": (16, 24)}
-_WINDOWS |= {"rank": 32, "bins": 4, "threshold": 16}
+_WINDOWS = {"window_sizes": (8, 16), "num_heads": 3, "ranks": (16, 24), "rank": 32, "bins": 4, "threshold": 16}
 _CORESET = {"rank": 16, "bins": 4, "threshold": 64}
 
 NETWORKS = {
