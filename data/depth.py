@@ -6,6 +6,7 @@ crop in the foreground is thinly veiled throughout) at the cost of the crop alon
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,13 +16,17 @@ import numpy as np
 from data.io import read_image
 from options.errors import DataError
 
-FieldKind = Literal["constant", "ramp", "layers"]
+FieldKind = Literal["constant", "ramp", "layers", "bank"]
 FIELD_KINDS = get_args(FieldKind)
+# of scenes whose haze is even along the line of sight, so that the depth alone decides
+MIXTURE = ("constant", "ramp", "layers")
 
 # nodes per side of the lattice that a field is interpolated from
 _NODES = 49
 # what is nearest, as a part of what is farthest; measured indoor scenes lie at 0.2 to 0.6
 _NEAR = (0.1, 0.7)
+# what lies over the clear places between banks of fog, as a part of the densest
+_THIN = (0.01, 0.15)
 _PERCENTILES = (0.5, 99.5)
 
 
@@ -63,31 +68,40 @@ class DepthField:
         return self.levels[np.searchsorted(self.thresholds, base)]
 
 
-def draw_depth_field(size: tuple[int, int], rng: np.random.Generator, *, kind: str = "mixture") -> DepthField:
+def draw_depth_field(
+    size: tuple[int, int], rng: np.random.Generator, *, kind: str | Sequence[str] = "mixture"
+) -> DepthField:
     """Draw the depth of a picture; its farthest place has depth 1.
 
     Args:
         size: height and width of the picture.
         rng: source of the draws.
         kind: ``"constant"`` (1 everywhere), ``"ramp"`` (a slope in any direction, upwards most often, and smooth
-            noise), ``"layers"`` (such a slope cut into 3 to 7 steps, and a little noise) or ``"mixture"``, one of the
-            three at equal odds.
+            noise), ``"layers"`` (such a slope cut into 3 to 7 steps, and a little noise), ``"bank"`` (banks of fog with
+            nearly clear air around them: depth times density), ``"mixture"`` (one of the first three at equal odds), or
+            several of them to draw one from at equal odds.
 
     Raises:
         ValueError: an unknown kind, or a picture without pixels.
     """
-    if kind not in (*FIELD_KINDS, "mixture"):
-        raise ValueError(f"kind must be mixture, {', '.join(FIELD_KINDS)}, got {kind!r}")
+    kinds = [kind] if isinstance(kind, str) else list(kind)
+    if not kinds or not {*kinds} <= {*FIELD_KINDS, "mixture"}:
+        raise ValueError(f"kind must be mixture, {', '.join(FIELD_KINDS)} or a list of them, got {kind!r}")
     if min(size) < 1:
         raise ValueError(f"a picture of {size} has no depth")
+    if not isinstance(kind, str):
+        kind = _one_of(kinds, rng)
     if kind == "mixture":
-        kind = FIELD_KINDS[int(rng.integers(len(FIELD_KINDS)))]
+        kind = _one_of(MIXTURE, rng)
     none = np.zeros(0, np.float32)
     if kind == "constant":
         return DepthField(size, np.ones((2, 2), np.float32), none, none, none, 1.0)
     near = rng.uniform(*_NEAR)
     if kind == "ramp":
         base = (near + (1 - near) * _slope(rng, rng.uniform(0.0, 0.6))).astype(np.float32)
+        return DepthField(size, base, none, none, none, float(base.max()))
+    if kind == "bank":
+        base = _bank(rng)
         return DepthField(size, base, none, none, none, float(base.max()))
     base = _slope(rng, rng.uniform(0.3, 1.2)).astype(np.float32)
     steps = int(rng.integers(3, 8))
@@ -184,6 +198,19 @@ def _slope(rng: np.random.Generator, roughness: float) -> np.ndarray:
     slope = places[None] * np.sin(angle) - places[:, None] * np.cos(angle) + roughness * _noise(rng)
     slope -= slope.min()
     return slope / slope.max()
+
+
+def _bank(rng: np.random.Generator) -> np.ndarray:
+    """``(n, n)`` in 0..1: smooth patches of fog that thin out to nearly nothing between them."""
+    density = _slope(rng, rng.uniform(0.4, 1.4))
+    clear, width = rng.uniform(0.2, 0.6), rng.uniform(0.2, 0.7)
+    part = np.clip((density - clear) / width, 0, 1)
+    floor = rng.uniform(*_THIN)
+    return (floor + (1 - floor) * part * part * (3 - 2 * part)).astype(np.float32)
+
+
+def _one_of(choices: Sequence[str], rng: np.random.Generator) -> str:
+    return choices[int(rng.integers(len(choices)))]
 
 
 def _noise(rng: np.random.Generator) -> np.ndarray:

@@ -22,7 +22,7 @@ from data.verify import Verify
 from options.errors import DataError, OptionsError
 from options.registry import DATASETS, nearest
 
-Depth = Literal["mixture", "constant", "ramp", "layers"]
+Depth = Literal["mixture", "constant", "ramp", "layers", "bank"]
 _DEPTH_KINDS = (".npy", ".png", ".tif", ".tiff")
 # keeps the haze of pictures that are judged apart from that of training samples
 _HELD_OUT_STREAM = 4
@@ -48,7 +48,7 @@ class HazeImageDataset(CleanImageDataset):
         small: ``"error"`` or ``"pad"``, for pictures smaller than ``gt_size``.
         airlight: lowest and highest brightness of dense haze, in 0..1; grey.
         beta: lowest and highest scattering coefficient.
-        depth: kind of the depth fields drawn, see :func:`data.depth.draw_depth_field`.
+        depth: kind of the depth fields drawn, or several at equal odds; see :func:`data.depth.draw_depth_field`.
         dataroot_depth: folder of depth maps to take instead, one per picture, by stem; see
             :func:`data.depth.read_depth`.
         variants: hazy pictures of each clean one in val and test; their names then end in ``_1``, ``_2``, ...
@@ -81,7 +81,7 @@ class HazeImageDataset(CleanImageDataset):
         small: Small = "error",
         airlight: Sequence[float] = AIRLIGHT,
         beta: Sequence[float] = BETA,
-        depth: Depth = "mixture",
+        depth: Depth | list[Depth] = "mixture",
         dataroot_depth: str | None = None,
         variants: int = 1,
         haze_seed: int = 0,
@@ -194,10 +194,13 @@ def _check_haze(scale: int, airlight: Any, beta: Any, depth: Any, *, variants: A
         if not pair or not 0 <= value[0] <= value[1] <= highest or not math.isfinite(value[1]):
             bound = "within 0..1" if highest == 1 else "from 0"
             raise OptionsError(f"{key}: {value!r} is not a range [low, high] {bound}")
-    if depth not in get_args(Depth):
-        raise OptionsError(
-            f"depth: {depth} is not known{nearest(depth, get_args(Depth))} ({', '.join(get_args(Depth))})"
-        )
+    if isinstance(depth, list) and not depth:
+        raise OptionsError(f"depth: [] draws nothing; name one or more of {', '.join(get_args(Depth))}")
+    for kind in depth if isinstance(depth, list) else [depth]:
+        if kind not in get_args(Depth):
+            raise OptionsError(
+                f"depth: {kind} is not known{nearest(kind, get_args(Depth))} ({', '.join(get_args(Depth))})"
+            )
     for key, value, least in (("variants", variants, 1), ("haze_seed", haze_seed, 0)):
         if not isinstance(value, int) or value < least:
             raise OptionsError(f"{key}: {value} is not a whole number from {least}")

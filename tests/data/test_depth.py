@@ -43,6 +43,22 @@ def test_the_kinds_differ_as_their_names_say():
     assert kinds == {"constant", "smooth", "steps"}
 
 
+def test_banks_of_fog_leave_clear_air_between_them():
+    thin, dense = np.array(
+        [[(d < 0.2).mean(), (d > 0.8).mean()] for d in (draw((64, 96), s, "bank").whole() for s in range(40))]
+    ).T
+    assert (dense > 0).all()
+    assert np.mean(thin > 0.1) > 0.7
+    assert np.median(thin) > 0.25
+
+
+def test_a_list_of_kinds_draws_each_of_them():
+    found = {changes_of(draw((64, 64), seed, ["constant", "ramp"]).whole()) for seed in range(20)}
+    assert found == {"constant", "smooth"}
+    mixed = {changes_of(draw((64, 64), seed, ["mixture"]).whole()) for seed in range(20)}
+    assert mixed == {"constant", "smooth", "steps"}
+
+
 def changes_of(depth):
     largest = np.abs(np.diff(depth, axis=0)).max()
     return "constant" if largest == 0 else "smooth" if largest < 0.1 else "steps"
@@ -57,6 +73,9 @@ def test_a_picture_of_any_size_has_a_depth(size, kind):
 
 
 def test_an_unknown_kind_is_refused():
+    for kinds in ([], ["bank", "slope"]):
+        with pytest.raises(ValueError, match="a list of them, got"):
+            draw((8, 8), 0, kinds)
     with pytest.raises(ValueError, match="got 'slope'"):
         draw((4, 4), 0, "slope")
     with pytest.raises(ValueError, match="has no depth"):

@@ -152,7 +152,7 @@ def test_depth_maps_take_the_place_of_drawn_fields(clean, tmp_path, kind, phase)
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 50, 1)])
 def test_a_picture_of_any_size_can_be_veiled(tmp_path, noise, shape):
     write_image(tmp_path / "a.png", noise(shape))
-    for kind in ("constant", "ramp", "layers"):
+    for kind in ("constant", "ramp", "layers", "bank", ["ramp", "bank"]):
         item = HazeImageDataset(dataroot_gt=str(tmp_path), phase="val", depth=kind)[0]
         assert item["lq"].shape == item["gt"].shape == (3, *shape[:2])
         assert torch.isfinite(item["lq"]).all()
@@ -197,6 +197,8 @@ WRONG = [
     ({"beta": [-1, 1]}, "beta: .*from 0"),
     ({"beta": [1, float("inf")]}, "beta"),
     ({"depth": "layer"}, "depth: layer is not known; did you mean layers"),
+    ({"depth": ["bank", "ramps"]}, "depth: ramps is not known; did you mean ramp"),
+    ({"depth": []}, r"depth: \[\] draws nothing"),
     ({"variants": 0}, "variants: 0 is not a whole number from 1"),
     ({"haze_seed": -1}, "haze_seed: -1 is not a whole number from 0"),
     ({"scale": 2}, "scale: 2, but haze does not change the size of a picture; set scale: 1"),
