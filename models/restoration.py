@@ -307,29 +307,39 @@ def _check_shapes(network: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def build_network(options: Options) -> nn.Module:
-    """Build the run's network.
+    """Build the run's network; see :func:`build`."""
+    return build(options.network_g.spec(), scale=options.scale)
+
+
+def build(spec: Mapping[str, Any], *, scale: int | None, place: str = "network_g") -> nn.Module:
+    """Build a network by its type and arguments.
+
+    Args:
+        spec: ``type`` and the arguments, which :func:`options.check.component` found nothing against.
+        scale: by how much it is to enlarge, or None where only the network can say.
+        place: where the spec comes from, for messages.
 
     Raises:
-        OptionsError: the constructor refuses its arguments, the network's scale is not the run's, it states something
-            about itself that cannot be meant, or the environment asks for a kernel that there is not.
+        OptionsError: the constructor refuses its arguments, the network's scale is another, it states something about
+            itself that cannot be meant, or the environment asks for a kernel that there is not.
     """
-    name = options.network_g.type
     try:
         dispatch.check_environment()
     except ValueError as error:
         raise OptionsError(str(error)) from error
     try:
-        network = ARCHS.build(options.network_g.spec())
+        network = ARCHS.build(spec)
     except (ValueError, TypeError, RuntimeError, MemoryError, OverflowError) as error:
-        raise OptionsError(f"network_g: {str(error) or 'out of memory'}") from error
+        raise OptionsError(f"{place}: {str(error) or 'out of memory'}") from error
     if not hasattr(network, "scale"):
-        logger.warning(f"{name} does not state its scale: {options.scale} is assumed, as the options say")
-        network.scale = options.scale
+        source = "1 is assumed" if scale is None else f"{scale} is assumed, as the options say"
+        logger.warning(f"{spec['type']} does not state its scale: {source}")
+        network.scale = scale or 1
     wrong = wrong_facts(network)
     if wrong:
-        raise OptionsError("network_g: " + "; ".join(wrong))
-    if network.scale != options.scale:
-        raise OptionsError(f"scale is {options.scale}, but the network {name} enlarges by {network.scale}")
+        raise OptionsError(f"{place}: " + "; ".join(wrong))
+    if scale not in (None, network.scale):
+        raise OptionsError(f"scale is {scale}, but the network {spec['type']} enlarges by {network.scale}")
     return network
 
 
