@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,28 @@ logger = logging.getLogger("pellucid")
 OWN_NETWORKS = "files of your own networks: PELLUCID_IMPORT, or import_paths in the option file"
 
 
-def network_from_file(
-    weights: Path | str, *, opt: Path | str | None = None, network: str | None = None
-) -> tuple[nn.Module, Loaded]:
-    """Build a network and load its weights, the average where there is one, to the last tensor.
+@dataclass(frozen=True)
+class Description:
+    """What a network is.
 
-    Args:
-        weights: ``.safetensors``, whose metadata says with ``network_g`` what the network is, or a ``.pth``, which does
-            not: one of the two others says it then. They take precedence over the metadata.
-        opt: an option file with ``network_g``; of the rest ``import_paths`` and ``basicsr_alias`` count, and ``scale``
-            for a network that does not state its own.
-        network: type and arguments as YAML, such as ``{type: EDSR, upscale: 2}``.
+    Attributes:
+        spec: ``type`` and arguments, checked against the constructor.
+        scale: as stated beside them, for a network that does not state its own; None where nothing says it.
+        place: where this was said, for messages.
+        facts: metadata of the file of weights.
+    """
 
-    Returns:
-        the network, on the CPU, in eval mode; and what was loaded, with the file's metadata.
+    spec: dict[str, Any]
+    scale: int | None
+    place: str
+    facts: dict[str, str]
+
+
+def describe(weights: Path | str, *, opt: Path | str | None = None, network: str | None = None) -> Description:
+    """What the network is that a file of weights belongs to; see :func:`network_from_file`.
 
     Raises:
-        OptionsError: a file that cannot be read, nothing that says what the network is, arguments that it refuses, or
-            weights that do not fit it.
+        OptionsError: the file cannot be read, nothing says what the network is, or arguments that it does not know.
     """
     if opt is not None and network is not None:
         raise OptionsError("an option file and a network were both given; take one of them to say what the network is")
@@ -50,14 +55,37 @@ def network_from_file(
         import_components(None, Path())
         spec, place = (_of_text(network), "the network") if network is not None else _of_metadata(weights, facts)
         scale = None
-    scale = scale or _scale_of(facts)
     problems = check.component(ARCHS, spec, ("network_g",))
     if problems:
         told = "; ".join(f"{'.'.join(map(str, at[1:]))}: {text}" for at, text in problems)
         raise OptionsError(f"{place}: {told} ({OWN_NETWORKS})" if "unknown network" in told else f"{place}: {told}")
-    built = build(spec, scale=scale, place=place)
-    loaded = load_weights(built, weights)
-    logger.info(f"{spec['type']} from {weights}: {loaded}")
+    return Description(spec, scale or _scale_of(facts), place, facts)
+
+
+def network_from_file(
+    weights: Path | str, *, opt: Path | str | None = None, network: str | None = None, key: str | None = None
+) -> tuple[nn.Module, Loaded]:
+    """Build a network and load its weights to the last tensor.
+
+    Args:
+        weights: ``.safetensors``, whose metadata says with ``network_g`` what the network is, or a ``.pth``, which does
+            not: one of the two others says it then. They take precedence over the metadata.
+        opt: an option file with ``network_g``; of the rest ``import_paths`` and ``basicsr_alias`` count, and ``scale``
+            for a network that does not state its own.
+        network: type and arguments as YAML, such as ``{type: EDSR, upscale: 2}``.
+        key: ``params_ema`` or ``params``; None takes the average where there is one.
+
+    Returns:
+        the network, on the CPU, in eval mode; and what was loaded, with the file's metadata.
+
+    Raises:
+        OptionsError: a file that cannot be read, nothing that says what the network is, arguments that it refuses, or
+            weights that do not fit it.
+    """
+    description = describe(weights, opt=opt, network=network)
+    built = build(description.spec, scale=description.scale, place=description.place)
+    loaded = load_weights(built, weights, key=key)
+    logger.info(f"{description.spec['type']} from {weights}: {loaded}")
     return built.eval(), loaded
 
 

@@ -1,8 +1,8 @@
 """Write the option files of the published networks from their tables: python -m scripts.make_options.
 
 SST's are here, MB-TaylorFormer's in ``scripts.mbt_options``; those of WildCat, from ``scripts.wildcat_table``, are like
-them. ``--check`` writes nothing and says which file differs from its table. A file that differs is only replaced with
-``--force``.
+them; those of the small networks that ship are in ``scripts.tiny_table``. ``--check`` writes nothing and says which
+file differs from its table. A file that differs is only replaced with ``--force``.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 from archs.sst import PRESETS
 from models.runtime import run
 from options.errors import UserError
-from scripts import mbt_options, wildcat_table
+from scripts import mbt_options, tiny_table, wildcat_table
 from scripts.sst_table import JUDGED_IN_TRAINING, SETS, Setting, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def files() -> dict[str, str]:
     """Path from the checkout -> text of every file of the tables."""
-    found = mbt_options.files(wildcat_table.mbt_settings())
+    found = {**mbt_options.files(wildcat_table.mbt_settings()), **tiny_table.files()}
     for setting in (*settings(), *wildcat_table.sst_settings()):
         found[f"options/train/sr/{setting.name}.yml"] = training_file(setting)
         found[f"options/test/sr/{setting.name}.yml"] = test_file(setting)
