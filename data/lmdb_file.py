@@ -2,10 +2,12 @@
 
 A folder ``x.lmdb`` with data.mdb, lock.mdb and meta_info.txt; one line ``key.png (h,w,c) 1`` per picture. BasicSR takes
 the text before the first dot of a line as the key, so keys must not hold dots. Values are PNG files: those of the
-source byte for byte, other kinds encoded anew without loss.
+source byte for byte, other kinds encoded anew without loss. JPEG files can stay what they are, too; readers go by the
+bytes, not by the name in the listing.
 """
 
 import io
+import json
 import logging
 import os
 import shutil
@@ -24,6 +26,8 @@ from options.errors import DataError, OptionsError
 _STEP = 64 << 20
 _PENDING = 16 << 20
 _LONGEST_KEY = 511
+
+_MARK, _JOURNAL = ".settings.json", ".journal"
 
 logger = logging.getLogger("pellucid")
 
@@ -49,12 +53,22 @@ class _Entry(NamedTuple):
     unchanged: bool
 
 
+class _Noted(NamedTuple):
+    """The line of the listing, bytes of the value, and whether it is the source's file."""
+
+    line: str
+    size: int
+    unchanged: bool
+
+
 def write_lmdb(
     source: Source,
     target: str | os.PathLike,
     *,
     names: list[str] | None = None,
     replace_dots: bool = False,
+    as_is: tuple[str, ...] = ("png",),
+    mark: str | None = None,
     threads: int = 2,
     watch: Callable[[Iterator[Any]], Iterable[Any]] = iter,
 ) -> Written:
@@ -67,6 +81,9 @@ def write_lmdb(
         target: a path that ends in ``.lmdb`` and does not exist.
         names: which pictures; None is all.
         replace_dots: write ``_`` for the dots in keys.
+        as_is: formats (of :class:`data.headers.Header`) whose files are taken byte for byte.
+        mark: what the database is made of, in words of the caller; an interrupted run leaves what it has, and the next
+            one with the same mark goes on. None: an interrupted run leaves nothing. See :func:`is_made`.
         threads: how many pictures are read, decoded and encoded at a time.
         watch: wraps the stream of finished pictures, to show progress.
 
@@ -74,26 +91,59 @@ def write_lmdb(
         OptionsError: a target of another name.
         DataError: the target exists or cannot be written, no pictures, an unreadable one, or names that cannot be keys.
     """
-    target = Path(os.path.expanduser(target))
-    if target.suffix != ".lmdb":
-        raise OptionsError(f"{target}: the name of an LMDB must end in .lmdb; BasicSR knows it by that")
-    if os.path.lexists(target):
-        raise DataError(f"{target} exists and is left as it is; remove it or choose another name")
+    target = _new(target)
     names = source.names() if names is None else names
     if not names:
         raise DataError(f"no images found in {source.root}")
     keys = lmdb_keys(names, source.root, replace_dots=replace_dots)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial = target.with_name(f".{target.name}.{'partial' if mark else uuid.uuid4().hex[:8] + '.partial'}")
     try:
-        partial.mkdir(parents=True)
-        entries = map_ahead(lambda name: _entry(source, name, keys[name]), names, threads)
-        written = _store(watch(entries), partial)
+        known = _begin(partial, mark)
+        rest = [name for name in names if keys[name] not in known]
+        entries = map_ahead(lambda name: _entry(source, name, keys[name], as_is), rest, threads)
+        written = _store(watch(entries), partial, known, [keys[name] for name in names], journal=mark is not None)
         os.rename(partial, target)
     except OSError as error:
         raise DataError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if mark is None:
+            shutil.rmtree(partial, ignore_errors=True)
     return written
+
+
+def _new(target: str | os.PathLike) -> Path:
+    path = Path(os.path.expanduser(target))
+    if path.suffix != ".lmdb":
+        raise OptionsError(f"{path}: the name of an LMDB must end in .lmdb; BasicSR knows it by that")
+    if os.path.lexists(path):
+        raise DataError(f"{path} exists and is left as it is; remove it or choose another name")
+    return path
+
+
+def is_made(target: str | os.PathLike, mark: str) -> bool:
+    """True when :func:`write_lmdb` made this database of the same things."""
+    file = Path(os.path.expanduser(target), _MARK)
+    return file.is_file() and file.read_text(encoding="utf-8") == mark
+
+
+def _begin(partial: Path, mark: str | None) -> dict[str, _Noted]:
+    """Key -> what is noted of the pictures that an interrupted run has stored."""
+    if not partial.exists():
+        partial.mkdir(parents=True)
+        if mark is not None:
+            write_whole(partial / _MARK, mark.encode("utf-8"))
+        return {}
+    if not is_made(partial, mark or ""):
+        raise DataError(f"{partial} was left by an interrupted run with other settings or pictures; remove it")
+    journal = partial / _JOURNAL
+    if not journal.is_file():
+        return {}
+    # the last line may be cut short; its picture is stored anew
+    lines = journal.read_text(encoding="utf-8").split("\n")[:-1]
+    noted = (json.loads(line) for line in lines)
+    found = {key: _Noted(line, size, unchanged) for key, line, size, unchanged in noted}
+    logger.info(f"going on with the {len(found)} pictures that an interrupted run left in {partial}")
+    return found
 
 
 def lmdb_keys(names: list[str], where: str, *, replace_dots: bool = False) -> dict[str, str]:
@@ -129,35 +179,52 @@ def lmdb_keys(names: list[str], where: str, *, replace_dots: bool = False) -> di
     return {name: key for key, name in owners.items()}
 
 
-def _entry(source: Source, name: str, key: str) -> _Entry:
+def _entry(source: Source, name: str, key: str, as_is: tuple[str, ...]) -> _Entry:
     data = source.read(name)
     image = decode(data, source.path(name))
-    unchanged = read_header(io.BytesIO(data)).format == "png"
+    unchanged = read_header(io.BytesIO(data)).format in as_is
     return _Entry(key, data if unchanged else encode(image, ".png"), image.shape, unchanged)
 
 
-def _store(entries: Iterable[_Entry], folder: Path) -> Written:
-    """Write values as they come, and the listing at the end."""
+def _store(
+    entries: Iterable[_Entry], folder: Path, noted: dict[str, _Noted], keys: list[str], *, journal: bool
+) -> Written:
+    """Write values as they come, and the listing, in the order of ``keys``, at the end."""
     import lmdb
 
-    lines, unchanged, size = [], 0, 0
     try:
-        # nothing counts before the folder gets its name, so one sync at the end does
+        # nothing counts before the folder gets its name, or the journal says so, and a sync before that does
         with lmdb.open(str(folder), map_size=_STEP, sync=False) as environment:
-            pending: list[_Entry] = []
-            for entry in entries:
-                pending.append(entry)
-                unchanged, size = unchanged + entry.unchanged, size + len(entry.value)
-                lines.append(f"{entry.key}.png ({','.join(map(str, entry.shape))}) 1\n")
-                if sum(len(waiting.value) for waiting in pending) > _PENDING:
-                    _put(environment, pending)
-                    pending = []
-            _put(environment, pending)
+            for pending in _bundles(entries):
+                _put(environment, pending)
+                new = {entry.key: _note(entry) for entry in pending}
+                noted.update(new)
+                if journal:
+                    environment.sync(True)
+                    with open(folder / _JOURNAL, "a", encoding="utf-8") as file:
+                        file.writelines(json.dumps([key, *note]) + "\n" for key, note in new.items())
             environment.sync(True)
     except lmdb.Error as error:
         raise DataError(f"cannot write {folder}: {error}") from error
-    write_whole(folder / "meta_info.txt", "".join(lines).encode("utf-8"))
-    return Written(len(lines), unchanged, size)
+    write_whole(folder / "meta_info.txt", "".join(noted[key].line for key in keys).encode("utf-8"))
+    (folder / _JOURNAL).unlink(missing_ok=True)
+    return Written(len(keys), sum(note.unchanged for note in noted.values()), sum(n.size for n in noted.values()))
+
+
+def _note(entry: _Entry) -> _Noted:
+    return _Noted(f"{entry.key}.png ({','.join(map(str, entry.shape))}) 1\n", len(entry.value), entry.unchanged)
+
+
+def _bundles(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
+    """Entries for one transaction each."""
+    pending: list[_Entry] = []
+    for entry in entries:
+        pending.append(entry)
+        if sum(len(waiting.value) for waiting in pending) > _PENDING:
+            yield pending
+            pending = []
+    if pending:
+        yield pending
 
 
 def _put(environment: Any, entries: list[_Entry]) -> None:

@@ -81,13 +81,17 @@ class Stage:
 
     def finish(self, expected: int) -> None:
         """Check the number of pictures, and give the folder its name; :meth:`settle` comes last."""
+        for left in self.folder.rglob(".*"):
+            # a picture that was being written when its run was killed
+            if left.name != _SETTINGS:
+                left.unlink()
         found = len(FolderSource(self.folder).names())
         if found != expected:
             raise DataError(f"{self.folder} holds {found} pictures, but {expected} were to be made; remove it")
         os.replace(self.folder, self.target)
 
     def settle(self) -> None:
-        """Remove what only an interrupted run needs."""
+        """Remove what only an interrupted run needs; while it is there, the same settings know a complete folder."""
         for left in self.target.rglob(".*"):
             left.unlink()
 
@@ -179,7 +183,7 @@ def cut_subimages(source: Source, target: str, grid: Grid, *, threads: int, watc
     names = _names(source)
     headers = _headers(source, names, grid)
     stems = _without_suffix(dict(zip(names, unique_stems(names), strict=True)), source)
-    stage = Stage(target, _settings([(source, names)], grid, "subimages"))
+    stage = Stage(target, fingerprint([(source, names)], grid, "subimages"))
     jobs = [
         _Job(stems[name], (_Side(source, name, stage, 1),), grid.places(headers[name].height, headers[name].width))
         for name in names
@@ -199,47 +203,92 @@ def cut_pairs(
     Raises:
         OptionsError, DataError: also pictures without partner, or whose sizes do not fit the scale.
     """
-    if os.path.realpath(targets[0]) == os.path.realpath(targets[1]):
-        raise OptionsError(f"GT and LQ would both go to {targets[0]}; give two folders")
-    small = grid.over(scale)
-    names = [_names(source) for source in sources]
-    pairs, tmpl = pair_names(names[0], names[1], [f"{{}}x{scale}", "{}"], f"{sources[0].root} and {sources[1].root}")
+    lower = {scale: (sources[1], targets[1])}
+    return cut_scales((sources[0], targets[0]), lower, grid, scale, threads=threads, watch=watch)
+
+
+def cut_scales(
+    gt: tuple[Source, str],
+    lower: dict[int, tuple[Source, str]],
+    grid: Grid,
+    unit: int,
+    *,
+    threads: int,
+    watch: Watch,
+    settle: bool = True,
+) -> int:
+    """:func:`cut_pairs` of one GT folder and its reductions by several scales; returns the number of each.
+
+    Args:
+        gt: source and target.
+        lower: scale -> source and target of the reduction.
+        grid: in GT pixels; multiples of ``unit``.
+        unit: a multiple of all scales. GT pixels beyond its last multiple are in no crop, so that a further scale that
+            divides it can be cut later.
+        settle: see :meth:`Stage.settle`; False keeps what tells the same call later that all is done.
+
+    Raises:
+        OptionsError, DataError: as :func:`cut_pairs`.
+    """
+    source, target = gt
+    if os.path.realpath(target) in {os.path.realpath(other) for _, other in lower.values()}:
+        raise OptionsError(f"GT and LQ would both go to {target}; give two folders")
+    small, names = grid.over(unit), _names(source)
+    headers = _headers(source, names, grid)
+    stages = [Stage(target, fingerprint([(source, names)], grid, f"pairs x{unit}"))]
+    sides = {name: [_Side(source, name, stages[0], unit)] for name in names}
+    for scale, (lq_source, lq_target) in lower.items():
+        pairs = _fitting_pairs(source, headers, lq_source, grid, scale)
+        lq_names = [lq for _, lq in pairs]
+        stages.append(Stage(lq_target, fingerprint([(lq_source, lq_names)], grid, f"pairs x{unit}", scale)))
+        for name, lq in pairs:
+            sides[name].append(_Side(lq_source, lq, stages[-1], unit // scale))
+    sizes = {name: (header.height // unit, header.width // unit) for name, header in headers.items()}
+    jobs = [_Job(stem(name), tuple(sides[name]), small.places(*size)) for name, size in sizes.items()]
+    return _run(jobs, stages, threads, watch, settle)
+
+
+def _fitting_pairs(
+    source: Source, headers: dict[str, Header], lq_source: Source, grid: Grid, scale: int
+) -> list[tuple[str, str]]:
+    where = f"{source.root} and {lq_source.root}"
+    lq_names = _names(lq_source)
+    pairs, tmpl = pair_names(list(headers), lq_names, [f"{{}}x{scale}", "{}"], where)
     logger.info(f"{len(pairs)} pairs; the LQ name is {tmpl!r} filled with the GT name")
-    problems = Problems(f"{sources[0].root} and {sources[1].root}")
-    gt_headers, lq_headers = (_headers(s, n, g) for s, n, g in zip(sources, names, (grid, small), strict=True))
+    lq_headers, problems = _headers(lq_source, lq_names, grid.over(scale)), Problems(where)
     for gt, lq in pairs:
-        sizes = [(h.height, h.width) for h in (gt_headers[gt], lq_headers[lq])]
+        sizes = [(h.height, h.width) for h in (headers[gt], lq_headers[lq])]
         if not all(0 <= g - n * scale < scale for g, n in zip(*sizes, strict=True)):
             problems.add(f"{gt} is {sizes[0][0]}x{sizes[0][1]} and {lq} is {sizes[1][0]}x{sizes[1][1]}, not x{scale}")
     problems.raise_if_any()
-    settings = _settings(list(zip(sources, names, strict=True)), grid, f"pairs x{scale}")
-    stages = [Stage(target, settings) for target in targets]
-    jobs = []
-    for gt, lq in pairs:
-        sides = (_Side(sources[0], gt, stages[0], scale), _Side(sources[1], lq, stages[1], 1))
-        jobs.append(_Job(stem(gt), sides, small.places(lq_headers[lq].height, lq_headers[lq].width)))
-    return _run(jobs, stages, threads, watch)
+    return pairs
 
 
-def make_lr(source: Source, target: str, scale: int, *, tmpl: str, alpha: str, threads: int, watch: Watch) -> list[str]:
+def make_lr(
+    source: Source,
+    target: str,
+    scale: int,
+    *,
+    tmpl: str,
+    alpha: str,
+    threads: int,
+    watch: Watch,
+    settle: bool = True,
+) -> list[str]:
     """Reduce every picture by MATLAB's bicubic; returns the names of those that were cut to a multiple of the scale.
 
     Args:
         tmpl: the new stem, ``{}`` standing for the old one.
         alpha: what to do with transparent pixels, see :func:`data.io.remove_alpha`.
+        settle: as in :func:`cut_scales`.
 
     Raises:
         OptionsError, DataError: wrong numbers; the folder exists; unreadable pictures, or ones smaller than a pixel.
     """
-    if scale < 2:
-        raise OptionsError(f"scale: {scale} is below 2")
-    if tmpl.count("{}") != 1:
-        raise OptionsError(f"tmpl: {tmpl!r} must hold {{}} once, for the name of the picture")
-    if os.path.basename(tmpl) != tmpl or tmpl.startswith("."):
-        raise OptionsError(f"tmpl: {tmpl!r} must be a plain name, without folders and not hidden")
+    _check_reduction(scale, tmpl)
     names = _names(source)
     headers = _headers(source, names, Grid(size=scale, step=1))
-    stage = Stage(target, _settings([(source, names)], tmpl, f"lr x{scale} {alpha}"))
+    stage = Stage(target, fingerprint([(source, names)], tmpl, f"lr x{scale} {alpha}"))
     reader = ImageReader(source, alpha)
     shown = dict(zip(names, unique_stems(names), strict=True))
 
@@ -252,8 +301,18 @@ def make_lr(source: Source, target: str, scale: int, *, tmpl: str, alpha: str, t
     for _ in watch(map_ahead(reduce, names, threads), len(names)):
         pass
     stage.finish(len(names))
-    stage.settle()
+    if settle:
+        stage.settle()
     return [name for name in names if headers[name].height % scale or headers[name].width % scale]
+
+
+def _check_reduction(scale: int, tmpl: str) -> None:
+    if scale < 2:
+        raise OptionsError(f"scale: {scale} is below 2")
+    if tmpl.count("{}") != 1:
+        raise OptionsError(f"tmpl: {tmpl!r} must hold {{}} once, for the name of the picture")
+    if os.path.basename(tmpl) != tmpl or tmpl.startswith("."):
+        raise OptionsError(f"tmpl: {tmpl!r} must be a plain name, without folders and not hidden")
 
 
 def pair_names(gt: list[str], lq: list[str], tmpls: list[str], where: str) -> tuple[list[tuple[str, str]], str]:
@@ -271,7 +330,7 @@ def pair_names(gt: list[str], lq: list[str], tmpls: list[str], where: str) -> tu
     raise AssertionError("unreachable")
 
 
-def _run(jobs: list[_Job], stages: list[Stage], threads: int, watch: Watch) -> int:
+def _run(jobs: list[_Job], stages: list[Stage], threads: int, watch: Watch, settle: bool = True) -> int:
     count = sum(len(job.places) for job in jobs)
     if not count:
         raise DataError("no picture is as large as the crop; nothing was written")
@@ -279,7 +338,7 @@ def _run(jobs: list[_Job], stages: list[Stage], threads: int, watch: Watch) -> i
         pass
     for stage in stages:
         stage.finish(count)
-    for stage in stages:
+    for stage in stages if settle else []:
         stage.settle()
     return count
 
@@ -318,7 +377,8 @@ def _without_suffix(stems: dict[str, str], source: Source) -> dict[str, str]:
     return {name: value.removesuffix(suffix) for name, value in stems.items()}
 
 
-def _settings(sets: list[tuple[Source, list[str]]], *values: Any) -> dict[str, Any]:
+def fingerprint(sets: list[tuple[Source, list[str]]], *values: Any) -> dict[str, Any]:
+    """What tells whether something was made with the same settings of the same, unchanged pictures."""
     digest = hashlib.sha256()
     for source, names in sets:
         for name in names:

@@ -1,11 +1,10 @@
-"""Prepare data: python -m scripts.prepare_data {check,subimages,lr,lmdb,meta} ... (see --help of each).
+"""Prepare data: python -m scripts.prepare_data {archive,check,subimages,lr,lmdb,meta} ... (see --help of each).
 
-Nothing that exists is written over. A new folder or database appears under its name when it is complete; subimages and
-lr go on where an interrupted run ended, when the same command is given again.
+Nothing that exists is written over. A new folder or database appears under its name when it is complete; archive,
+subimages and lr go on where an interrupted run ended, when the same command is given again.
 """
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -13,9 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import track
 
 from data.backends import ImageReader, Source, open_source
 from data.cache import map_ahead
@@ -27,9 +23,10 @@ from data.pairs import Problems, pair_by_stem, shortened
 from data.prepare import Grid, cut_pairs, cut_subimages, make_lr, pair_names
 from models import logbook, runtime
 from options.errors import DataError, OptionsError
+from scripts import prepare_archive
+from scripts.watching import watch
 
 _SUFFIXES = ("{}", "{}x2", "{}x3", "{}x4", "{}x8")
-_EVERY = 10.0
 
 
 def main(argv: list[str]) -> None:
@@ -57,7 +54,7 @@ def check(args: argparse.Namespace) -> None:
 def subimages(args: argparse.Namespace) -> None:
     """Cut pictures, or pairs of them, into crops."""
     grid = Grid(args.size, args.step, args.thresh, args.small)
-    settings = {"threads": args.workers, "watch": _watch("pictures cut")}
+    settings = {"threads": args.workers, "watch": watch("pictures cut")}
     if args.lr and not args.scale:
         raise OptionsError("--lr needs --scale, the side of the GT pictures over that of the LR ones")
     if args.scale and not args.lr:
@@ -75,7 +72,7 @@ def lr(args: argparse.Namespace) -> None:
     """Make low-resolution pictures."""
     tmpl = args.tmpl or f"{{}}x{args.scale}"
     source = _open(args.input)
-    settings = {"alpha": args.alpha, "threads": args.workers, "watch": _watch("pictures reduced")}
+    settings = {"alpha": args.alpha, "threads": args.workers, "watch": watch("pictures reduced")}
     cut = make_lr(source, args.output, args.scale, tmpl=tmpl, **settings)
     if cut:
         print(
@@ -91,11 +88,11 @@ def lmdb(args: argparse.Namespace) -> None:
     names = source.names()
     began = time.perf_counter()
 
-    def watch(entries: Iterator[Any]) -> Iterable[Any]:
-        return _watch("pictures written")(entries, len(names))
+    def watched(entries: Iterator[Any]) -> Iterable[Any]:
+        return watch("pictures written")(entries, len(names))
 
     settings = {"names": names, "replace_dots": args.replace_dots, "threads": args.workers}
-    written = write_lmdb(source, args.output, **settings, watch=watch)
+    written = write_lmdb(source, args.output, **settings, watch=watched)
     encoded = written.pictures - written.unchanged
     kinds = f"{written.unchanged} of them as their PNG files are" + (f", {encoded} encoded as PNG" if encoded else "")
     size = f"{written.size / 2**20:,.1f} MiB in {time.perf_counter() - began:.1f} s"
@@ -218,7 +215,7 @@ def _decode(source: Source, names: list[str], workers: int) -> Iterator[tuple[st
             return error
         return None
 
-    found = _watch("pictures decoded")(map_ahead(attempt, names, workers), len(names))
+    found = watch("pictures decoded")(map_ahead(attempt, names, workers), len(names))
     yield from ((name, error) for name, error in zip(names, found, strict=True) if error)
 
 
@@ -235,24 +232,6 @@ def _open(folder: str) -> Source:
     return open_source(folder, {"type": "memory"})
 
 
-def _watch(label: str) -> Any:
-    """(items, total) -> the same items: with a bar on a terminal, with a line every ten seconds elsewhere."""
-
-    def watch(items: Iterator[Any], total: int) -> Iterator[Any]:
-        with contextlib.closing(items):
-            if sys.stderr.isatty():
-                yield from track(items, description=label, total=total, console=Console(stderr=True), transient=True)
-                return
-            told = time.monotonic()
-            for number, item in enumerate(items, start=1):
-                yield item
-                if time.monotonic() - told > _EVERY:
-                    told = time.monotonic()
-                    print(f"{number} of {total} {label}", file=sys.stderr, flush=True)
-
-    return watch
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.prepare_data", description=__doc__.split("\n\n")[1])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -265,6 +244,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         added.set_defaults(run=run)
         return added
 
+    prepare_archive.describe(command(prepare_archive.archive))
     one = command(check)
     one.add_argument("folders", nargs="+", metavar="FOLDER", help="one folder or LMDB, or GT and LQ")
     one.add_argument("--tmpl", help="LQ name from the GT name, such as '{}x2'; default: tried out")

@@ -202,3 +202,48 @@ def test_a_value_of_any_format_is_recognised(tmp_path, noise):
     written = write_lmdb(LmdbSource(tmp_path / "x.lmdb"), tmp_path / "y.lmdb")
     assert (written.pictures, written.unchanged) == (1, 0)
     assert Image.open(io.BytesIO(values(tmp_path / "y.lmdb")["a"])).format == "PNG"
+
+
+class Breaking:
+    """A source that is gone after some pictures, as when the machine goes down."""
+
+    def __init__(self, source, left):
+        self.source, self.left, self.root = source, left, source.root
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
+
+    def read(self, name):
+        self.left -= 1
+        if self.left < 0:
+            raise DataError("gone")
+        return self.source.read(name)
+
+
+def test_an_interrupted_database_with_a_mark_goes_on_where_it_ended(tmp_path, noise, monkeypatch):
+    for number in range(6):
+        write_image(tmp_path / f"in/{number}.png", noise((9, 11, 3), seed=number))
+    # a transaction for each picture
+    monkeypatch.setattr(lmdb_file, "_PENDING", 1)
+    source, target = FolderSource(tmp_path / "in"), tmp_path / "x.lmdb"
+    with pytest.raises(DataError, match="gone"):
+        write_lmdb(Breaking(source, 4), target, mark="a", threads=1)
+    assert not target.exists()
+    with open(tmp_path / ".x.lmdb.partial/.journal", "a") as file:
+        file.write('["5", "cut sho')
+    with pytest.raises(DataError, match="with other settings or pictures"):
+        write_lmdb(source, target, mark="b", threads=1)
+    rest = Breaking(source, 99)
+    written = write_lmdb(rest, target, mark="a", threads=1)
+    assert written == (6, 6, sum((tmp_path / f"in/{number}.png").stat().st_size for number in range(6)))
+    assert rest.left > 99 - 6
+    assert lmdb_file.is_made(target, "a")
+    assert LmdbSource(target).names() == source.names()
+    assert values(target) == {str(number): source.read(f"{number}.png") for number in range(6)}
+    assert not list(tmp_path.glob(".x.lmdb*"))
+
+
+def test_jpeg_files_stay_what_they_are_where_that_is_wanted(folder, tmp_path):
+    write_lmdb(FolderSource(folder), tmp_path / "out.lmdb", as_is=("png", "jpeg"))
+    kept, decoded = values(tmp_path / "out.lmdb")["photo"], LmdbSource(tmp_path / "out.lmdb").read("photo.png")
+    assert kept == decoded == (folder / "photo.jpg").read_bytes()

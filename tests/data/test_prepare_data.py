@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data import DATASETS
+from data.archives import ARCHIVES
 from data.backends import FolderSource
 from data.io import read_image, write_image
 from data.prepare import Grid, crop_starts, cut_subimages, make_lr
@@ -16,6 +17,7 @@ from data.resize import imresize
 from models import runtime
 from options.errors import OptionsError
 from scripts import prepare_data
+from scripts.watching import _line
 
 
 @pytest.fixture
@@ -293,3 +295,16 @@ def test_the_command_line_works_from_a_shell(pictures, tmp_path):
 def test_a_grid_that_does_not_fit_the_scale_is_refused():
     with pytest.raises(OptionsError, match="step: 15 is not a multiple of scale 2"):
         Grid(16, 15).over(2)
+
+
+def test_the_time_left_follows_from_the_time_taken():
+    assert _line("pictures cut", 2, 10, 14.5) == "2 of 10 pictures cut, 0:00:58 left"
+
+
+def test_help_lists_every_archive_with_its_counts(capfd):
+    with pytest.raises(SystemExit):
+        prepare_data.main(["archive", "--help"])
+    told = capfd.readouterr().out
+    assert all(f"\n  {name} " in told for name in ARCHIVES)
+    # 614,944 in all
+    assert all(f"({count})" in told for count in ("800", "2,650", "84,991", "526,503"))
