@@ -7,7 +7,9 @@ orientation is not applied, so that the two sides of a training pair can never b
 
 import io
 import os
+import struct
 import uuid
+import zlib
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -88,14 +90,14 @@ def encode(image: np.ndarray, extension: str, *, quality: int | None = None) -> 
     """Encode a picture as the kind of file that ``extension`` names.
 
     Args:
-        image: ``(h, w)`` or ``(h, w, c)`` with 1, 3 (RGB) or 4 (RGB and alpha) channels; uint8, or uint16 for PNG
-            and TIFF.
+        image: ``(h, w)`` or ``(h, w, c)`` with 1, 2 (grey and alpha, PNG only), 3 (RGB) or 4 (RGB and alpha)
+            channels; uint8, or uint16 for PNG and TIFF.
         extension: with the dot, in any case.
         quality: 1..100 for JPEG (default 95) and WebP (default lossless but for the colour of invisible pixels).
 
     Raises:
         ValueError: a picture that this kind of file cannot hold without loss of depth or channels.
-        DataError: an unknown extension.
+        DataError: an unknown extension, or a picture that does not fit into the memory.
     """
     extension = extension.lower()
     if extension not in EXTENSIONS:
@@ -103,6 +105,8 @@ def encode(image: np.ndarray, extension: str, *, quality: int | None = None) -> 
     image = np.asarray(image)
     _check_writable(image, extension)
     image = image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image
+    if image.ndim == 3 and image.shape[2] == 2:
+        return _grey_alpha_png(image)
     if image.ndim == 3:
         swap = cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGRA
         image = cv2.cvtColor(np.ascontiguousarray(image), swap)
@@ -111,7 +115,12 @@ def encode(image: np.ndarray, extension: str, *, quality: int | None = None) -> 
         settings = [cv2.IMWRITE_JPEG_QUALITY, 95 if quality is None else quality]
     elif extension == ".webp":
         settings = [cv2.IMWRITE_WEBP_QUALITY, 101 if quality is None else quality]
-    done, data = cv2.imencode(extension, image, settings)
+    try:
+        done, data = cv2.imencode(extension, image, settings)
+    except cv2.error as error:
+        raise DataError(
+            f"cannot encode {image.shape[0]}x{image.shape[1]} pixels as {extension}: {error.err}"
+        ) from error
     if not done:
         raise ValueError(f"a picture of {image.shape} {image.dtype} cannot be encoded as {extension}")
     return data.tobytes()
@@ -234,10 +243,26 @@ def _to_rgb(image: np.ndarray, header: Header, label: str) -> np.ndarray:
     return cv2.cvtColor(image, cv2.COLOR_BGR2RGB if image.shape[2] == 3 else cv2.COLOR_BGRA2RGBA)
 
 
+def _grey_alpha_png(image: np.ndarray) -> bytes:
+    """(h, w, 2) as a PNG, which cv2 cannot write."""
+    h, w, _ = image.shape
+    size = image.dtype.itemsize
+    rows = np.ascontiguousarray(image.astype(image.dtype.newbyteorder(">"))).view(np.uint8).reshape(h, -1)
+    # filter 1 of the format: each byte less the one a pixel before, which packs better
+    rows[:, 2 * size :] -= rows[:, : -2 * size].copy()
+    filtered = np.concatenate([np.ones((h, 1), np.uint8), rows], axis=1).tobytes()
+    header = struct.pack(">IIBBBBB", w, h, 8 * size, 4, 0, 0, 0)
+    blocks = ((b"IHDR", header), (b"IDAT", zlib.compress(filtered)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in blocks
+    )
+
+
 def _check_writable(image: np.ndarray, extension: str) -> None:
     if image.dtype not in (np.uint8, np.uint16):
         raise ValueError(f"image must be uint8 or uint16, got {image.dtype}")
-    if not image.size or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (1, 3, 4)):
+    channels = (1, 2, 3, 4) if extension == ".png" else (1, 3, 4)
+    if not image.size or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in channels):
         raise ValueError(f"image must be (h, w) or (h, w, 1, 3 or 4) and not empty, got {image.shape}")
     if image.dtype == np.uint16 and extension not in _DEEP:
         raise ValueError(f"a 16-bit picture cannot be written as {extension}; use {', '.join(_DEEP)}")

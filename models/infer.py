@@ -1,4 +1,4 @@
-"""A trained network over pictures of any size: padding, tiles, self-ensemble, precision, and the way to 8 bits.
+"""A trained network over pictures of any size: padding, tiles, self-ensemble, precision.
 
 A network says what it needs by its attributes, each with a default: ``scale`` (1), ``multiple_of`` (1) and ``minimum``
 (1) for the sides of its input, ``halo`` (None, that is global: how far an output pixel looks), ``tile_multiple`` (1:
@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,30 +28,6 @@ OUT_OF_MEMORY = re.compile(
 WRONG_DTYPE = re.compile(r"bfloat16|float16|\bhalf\b|dtype|scalar type|input type", re.IGNORECASE)
 
 Call = Callable[[Tensor], Tensor]
-
-
-def to_uint8(image: Tensor) -> np.ndarray:
-    """A picture as 8-bit samples: clamped to 0..1, times 255, rounded half to even.
-
-    Args:
-        image: RGB ``(c, h, w)`` or ``(1, c, h, w)``, 0..1, any float dtype.
-
-    Returns:
-        ``(h, w, c)``, uint8.
-
-    Raises:
-        ValueError: another shape, or a value that is NaN or infinite, which would come out black or white.
-    """
-    if image.dim() == 4 and image.shape[0] == 1:
-        image = image[0]
-    if image.dim() != 3:
-        raise ValueError(f"a picture must be (c, h, w) or (1, c, h, w), got {tuple(image.shape)}")
-    image = image.detach().float()
-    # the extremes need no memory, and NaN is both of them
-    if image.numel() and not torch.stack(image.aminmax()).isfinite().all():
-        broken = int((~torch.isfinite(image)).sum())
-        raise ValueError(f"{broken} of {image.numel()} values of the picture are NaN or infinite")
-    return image.clamp(0, 1).mul_(255).round_().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
 
 
 def inference_dtype(name: str, device: torch.device) -> torch.dtype | None:
@@ -148,6 +123,18 @@ def restore(
     way = _mean_of_views if self_ensemble else _restore_view
     attempt = functools.partial(way, call, lq, facts)
     return _within_memory(attempt, lq, facts, tile, overlap, TileMemory() if memory is None else memory)
+
+
+def seen_pixels(network: nn.Module, size: tuple[int, int], *, tile: int | None, overlap: int | None) -> int:
+    """How many input pixels :func:`restore` sends through the network for one view of a picture of this size (h, w).
+
+    What neighbouring tiles share counts as often as they show it; for estimates of time.
+    """
+    facts = _Facts.of(network)
+    sides = [facts.fit(side) for side in size]
+    if tile is None or max(sides) <= tile:
+        return math.prod(sides)
+    return math.prod(sum(end - start for start, end in _spans(side, facts, tile, overlap)) for side in sides)
 
 
 @dataclass(frozen=True)

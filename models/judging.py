@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from models.base import Base
-from models.infer import to_uint8
 from models.metrics import METRICS
 from models.metrics.psnr_ssim import PEAK
+from models.samples import to_uint8
 from options.errors import UserError
 from options.schema import MetricOptions, Options
 

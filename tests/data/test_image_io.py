@@ -187,7 +187,7 @@ def test_a_tiff_that_would_be_misread_is_refused(photo, mode, message):
         ((8, 8, 3), np.uint16, ".jpg", "16-bit"),
         ((8, 8, 3), np.uint16, ".bmp", "16-bit"),
         ((8, 8, 4), np.uint8, ".jpg", "alpha"),
-        ((8, 8, 2), np.uint8, ".png", "must be"),
+        ((8, 8, 2), np.uint8, ".webp", "must be"),
         ((8, 8, 3), np.float32, ".png", "uint8 or uint16"),
         ((0, 8, 3), np.uint8, ".png", "not empty"),
     ],

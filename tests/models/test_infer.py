@@ -1,4 +1,4 @@
-"""Any size through a network, tiles that equal the whole, self-ensemble, precision, and the way to 8 bits."""
+"""Any size through a network, tiles that equal the whole, self-ensemble, precision, and the way to whole numbers."""
 
 from itertools import pairwise
 
@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from archs.sst import SST
-from models.infer import inference_dtype, restore, to_uint8
+from models.infer import inference_dtype, restore
+from models.samples import to_uint8
 from options.errors import OptionsError, UserError
 
 

@@ -1,0 +1,195 @@
+"""Which pictures scripts.restore takes, and where each result goes: settled before anything is done."""
+
+import glob
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.backends import natural_key
+from data.io import EXTENSIONS
+from options.errors import DataError, OptionsError
+from scripts.restore_record import Record
+
+FOLDER = "restored"
+FORMATS = {"png": ".png", "jpg": ".jpg", "webp": ".webp", "tiff": ".tif"}
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One picture: where it is, where its result goes, and the folder of results that this lies in.
+
+    ``kept`` is whether that folder keeps a list of its results; it does unless a file was named.
+    """
+
+    source: Path
+    target: Path
+    folder: Path
+    kept: bool = True
+
+    @property
+    def name(self) -> str:
+        """What to call it on the screen."""
+        return str(self.source)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A picture, the folder that was given for it (or its own one), and whether it was named itself."""
+
+    path: Path
+    root: Path
+    named: bool
+
+
+def plan_jobs(
+    inputs: Sequence[str], output: str | None, *, recursive: bool, suffix: str, kind: str
+) -> tuple[list[Job], list[str]]:
+    """The pictures in natural order, and what was left aside, in words.
+
+    Args:
+        inputs: files, folders and patterns such as ``photos/*.jpg``.
+        output: folder, or file name with the extension of a picture; None is ``restored`` beside each picture.
+        recursive: look into folders inside folders, which come back in the results.
+        suffix: put behind the name of each result; without meaning where ``output`` is a file.
+        kind: key of ``FORMATS``, or ``"same"``.
+
+    Raises:
+        OptionsError: two pictures would be written to one file, or ``output`` does not fit the inputs.
+        DataError: something does not exist, or there are no pictures.
+    """
+    found, others = _find(inputs, recursive)
+    single = _single_file(output, found, kind)
+    if single is not None:
+        jobs = [Job(found[0].path, single, single.parent, kept=False)]
+    else:
+        base = None if output is None else Path(os.path.expanduser(output))
+        _refuse_file(base)
+        jobs = [_job(one, base, suffix, kind) for one in found]
+        jobs = _without_results(jobs, found)
+    if not jobs:
+        raise DataError(f"no pictures found in {', '.join(inputs)}: all lie in the folder of results")
+    _refuse_collisions(jobs)
+    told = [f"{sum(others.values())} other files were left aside ({_counts(others)})"] if others else []
+    again = len(found) - len(jobs)
+    if again:
+        told.append(f"{again} pictures in the folder of results were left aside")
+    return jobs, told
+
+
+def _find(inputs: Sequence[str], recursive: bool) -> tuple[list[_Found], Counter[str]]:
+    """Every picture once, in the order of the inputs; and the extensions of other files in folders."""
+    found: dict[str, _Found] = {}
+    others: Counter[str] = Counter()
+    missing = []
+    for given in inputs:
+        paths = list(_expand(given))
+        missing += [] if paths else [given]
+        for path in paths:
+            if path.is_dir():
+                listed = _listed(path, recursive)
+                others.update(extension for extension in (_extension(p) for p in listed) if extension not in EXTENSIONS)
+                pictures = [_Found(p, path, False) for p in listed if _extension(p) in EXTENSIONS]
+            else:
+                pictures = [_Found(path, path.parent, True)]
+            for one in pictures:
+                found.setdefault(os.path.realpath(one.path), one)
+    if missing:
+        raise DataError("no such file or folder: " + ", ".join(missing))
+    if not found:
+        hint = "" if recursive else "; --recursive looks into folders inside folders"
+        kinds = ", ".join(EXTENSIONS)
+        raise DataError(f"no pictures ({kinds}) found in {', '.join(inputs)}{hint}")
+    return list(found.values()), others
+
+
+def _expand(given: str) -> Iterator[Path]:
+    path = Path(os.path.expanduser(given))
+    if path.exists() or not glob.has_magic(given):
+        yield from [path] if path.exists() else []
+        return
+    yield from (Path(match) for match in sorted(glob.glob(str(path), recursive=True), key=natural_key))
+
+
+def _listed(folder: Path, recursive: bool) -> list[Path]:
+    """The files of a folder in natural order, hidden ones left out."""
+    listed = []
+    for where, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if recursive and not name.startswith(".")]
+        listed += [Path(where) / name for name in files if not name.startswith(".")]
+    return sorted(listed, key=lambda path: natural_key(str(path)))
+
+
+def _extension(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _single_file(output: str | None, found: list[_Found], kind: str) -> Path | None:
+    """``output`` where it names a file and not a folder."""
+    path = None if output is None else Path(os.path.expanduser(output))
+    if path is None or path.is_dir() or _extension(path) not in EXTENSIONS:
+        return None
+    if len(found) > 1 or not found[0].named:
+        raise OptionsError(f"-o {output} names one file, but {len(found)} pictures were given; name a folder")
+    if kind != "same":
+        raise OptionsError(f"-o {output} says the format by its extension; leave --format out")
+    return path
+
+
+def _refuse_file(base: Path | None) -> None:
+    for path in [] if base is None else [base, *base.parents]:
+        if path.exists() and not path.is_dir():
+            kinds = ", ".join(EXTENSIONS)
+            raise OptionsError(f"-o {base}: {path} is a file and no picture; name a folder, or a file with {kinds}")
+
+
+def _job(one: _Found, base: Path | None, suffix: str, kind: str) -> Job:
+    relative = one.path.relative_to(one.root)
+    folder = one.root / FOLDER if base is None else base
+    extension = one.path.suffix if kind == "same" else FORMATS[kind]
+    return Job(one.path, folder / relative.with_name(f"{one.path.stem}{suffix}{extension}"), folder)
+
+
+def _without_results(jobs: list[Job], found: list[_Found]) -> list[Job]:
+    """Without the results of earlier runs, and without what else lies in a folder of results inside a given folder."""
+    folders = {job.folder for job in jobs}
+    real = {os.path.realpath(folder) for folder in folders}
+    results = set().union(*(Record(folder).results() for folder in folders))
+
+    def is_result(one: _Found) -> bool:
+        root = os.path.realpath(one.root)
+        within = {folder for folder in real if folder != root and _inside(Path(folder), root)}
+        stray = not one.named and any(_inside(one.path, folder) for folder in within)
+        return stray or os.path.realpath(one.path) in results
+
+    return [job for job, one in zip(jobs, found, strict=True) if not is_result(one)]
+
+
+def _inside(path: Path, folder: str) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(folder)
+
+
+def _refuse_collisions(jobs: list[Job]) -> None:
+    writers: dict[str, list[Job]] = defaultdict(list)
+    for job in jobs:
+        writers[os.path.realpath(job.target)].append(job)
+    lines = [
+        f"{several[0].target} would be written by {', '.join(job.name for job in several[:_SHOWN])}"
+        + (f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else "")
+        for several in writers.values()
+        if len(several) > 1
+    ]
+    if lines:
+        more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        way = "give them one after the other with another -o, or another --format or --suffix"
+        raise OptionsError("\n  ".join(["several pictures would go to one file; " + way, *lines[:_SHOWN], *more]))
+    sources = {os.path.realpath(job.source): job for job in jobs}
+    for target, (job, *_) in writers.items():
+        if target in sources:
+            raise OptionsError(f"{job.target} is one of the pictures themselves; name another -o or --suffix")
+
+
+def _counts(extensions: Counter[str]) -> str:
+    return ", ".join(f"{count} {extension or 'without extension'}" for extension, count in extensions.most_common(5))

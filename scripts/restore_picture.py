@@ -1,0 +1,255 @@
+"""One picture of scripts.restore: read, restored, written."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from data.alpha import enlarge_alpha, spread_colors
+from data.headers import Header, HeaderError, read_header
+from data.io import convert_color, decode, encode, has_used_alpha, read_bytes, remove_alpha, to_float, write_whole
+from data.metadata import Metadata, as_stored, put_metadata, read_metadata, turn_upright
+from models.infer import TileMemory, restore, seen_pixels
+from models.samples import to_samples
+from options.errors import DataError
+from scripts import restore_memory
+from scripts.restore_inputs import Job
+from scripts.restore_memory import GIB, Gauge
+from scripts.restore_network import Restorer
+
+_BEGINNING = 1 << 20
+_DEEP = (".png", ".tif", ".tiff")
+_OPAQUE = (".jpg", ".jpeg", ".bmp")
+# how long a side may be, by extension
+_LONGEST = {".jpg": 65500, ".jpeg": 65500, ".webp": 16383}
+
+
+@dataclass
+class Outcome:
+    """What became of a picture.
+
+    Attributes:
+        status: ``"restored"``, ``"done before"``, ``"exists"``, ``"failed"``, ``"to do"`` or ``"not reached"``.
+        size, result: (h, w) before and after, upright.
+        seconds, memory: what it took; memory is the peak in bytes, where the system tells.
+        notes: what is worth knowing.
+        error: why it failed.
+    """
+
+    job: Job
+    status: str
+    size: tuple[int, int] | None = None
+    result: tuple[int, int] | None = None
+    seconds: float | None = None
+    memory: int | None = None
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """A decoded picture, upright."""
+
+    image: np.ndarray
+    metadata: Metadata
+    colors: int
+
+
+def shown(size: tuple[int, int] | None, scale: int = 1) -> str:
+    """A size (h, w) as people with photographs write it: width x height."""
+    return "" if size is None else f"{size[1] * scale} x {size[0] * scale}"
+
+
+def look(job: Job, scale: int) -> tuple[Header, tuple[int, int]]:
+    """The header of a picture and its upright size (h, w).
+
+    Raises:
+        DataError: it cannot be read, is of a kind that cannot be restored, or its result would be too large for the
+            kind of file.
+    """
+    try:
+        with open(job.source, "rb") as file:
+            header = read_header(file)
+            file.seek(0)
+            # what matters here stands at the beginning, but for TIFF
+            metadata = read_metadata(file.read() if header.format == "tiff" else file.read(_BEGINNING))
+    except HeaderError as error:
+        raise DataError(f"cannot read {job.name}: {error}{_way_out(error)}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {job.name}: {error.strerror or error}") from error
+    if metadata.inks:
+        way = "save it as RGB in an editor that knows its colour profile"
+        raise DataError(f"{job.name} is a CMYK JPEG, whose inks would become wrong colours; {way}")
+    size = (header.height, header.width) if metadata.orientation < 5 else (header.width, header.height)
+    extension = job.target.suffix.lower()
+    longest = _LONGEST.get(extension)
+    if longest is not None and max(size) * scale > longest:
+        text = f"its result has {shown(size, scale)} pixels, and a {extension} file at most {longest} along a side"
+        raise DataError(f"{job.name}: {text}; take --format png or tiff")
+    return header, size
+
+
+class Pictures:
+    """Restores pictures one after the other.
+
+    Args:
+        restorer: the network.
+        args: the command line.
+    """
+
+    def __init__(self, restorer: Restorer, args: Namespace) -> None:
+        self._restorer, self._args = restorer, args
+        self._memory = TileMemory()
+        self._channels = getattr(restorer.network, "in_channels", None) or 3
+        self._gauge = Gauge(restorer, self._channels)
+        self.device = restorer.device
+
+    def restore(self, job: Job, progress: Callable[[float], None]) -> Outcome:
+        """Read, restore and write one picture whole.
+
+        Args:
+            progress: called with the share that is done, 0..1.
+
+        Raises:
+            DataError: the picture cannot be read, restored or written.
+        """
+        picture, notes = self._read(job)
+        height, width = picture.image.shape[:2]
+        tile = self._tile(job, picture)
+        progress(0.0)
+        if tile is not None:
+            notes.append(f"in tiles of {tile}")
+        depth = picture.image.dtype.type if job.target.suffix.lower() in _DEEP else np.uint8
+        samples = self._run(job, picture, depth, tile, progress)
+        notes += self._write(job, samples, picture.metadata)
+        return Outcome(job, "restored", (height, width), samples.shape[:2], notes=notes)
+
+    def seconds_for(self, size: tuple[int, int]) -> float | None:
+        """An estimate for a picture of this size (h, w), where there is one already."""
+        views = 8 if self._args.self_ensemble else 1
+        need = self._gauge.need
+        return None if need is None else need.seconds * views * size[0] * size[1]
+
+    def tile_for(self, size: tuple[int, int]) -> int | None:
+        """The side of the tiles for a picture of this size (h, w); None for the whole picture at once."""
+        return self._choose(size, 0) if self._args.tile == "auto" else self._args.tile
+
+    def _read(self, job: Job) -> tuple[_Picture, list[str]]:
+        look(job, self._restorer.scale)
+        data = read_bytes(job.source)
+        metadata, notes = read_metadata(data), []
+        image = turn_upright(decode(as_stored(data), job.name), metadata.orientation)
+        del data
+        extension = job.target.suffix.lower()
+        if self._args.alpha != "restore":
+            image = remove_alpha(image, self._args.alpha, job.name)
+        elif image.shape[2] in (2, 4) and (extension in _OPAQUE or not has_used_alpha(image)):
+            if has_used_alpha(image):
+                ways = "--alpha white, black or drop, or --format png"
+                raise DataError(f"{job.name} has transparent pixels, which {extension} cannot hold; take {ways}")
+            image = remove_alpha(image, "drop", job.name)
+            notes.append("opaque alpha channel left out")
+        if image.dtype == np.uint16 and extension not in _DEEP:
+            notes.append(f"8 bits, as {extension} holds no 16")
+        colors = 1 if image.shape[2] < 3 else 3
+        if colors > self._channels:
+            raise DataError(f"{job.name} has colours, and the network takes {self._channels} channel: grey pictures")
+        if image.shape[2] == 2 and extension != ".png":
+            notes.append("grey with alpha became RGB with alpha")
+        return _Picture(image, metadata, colors), notes
+
+    def _tile(self, job: Job, picture: _Picture) -> int | None:
+        image = picture.image
+        size, deep = image.shape[:2], image.dtype == np.uint16
+        free = restore_memory.free_memory(torch.device("cpu"))
+        ensemble = self._args.self_ensemble
+        fixed = restore_memory.picture_memory(size, self._restorer.scale, self._channels, deep=deep, ensemble=ensemble)
+        if free is not None and fixed > free:
+            text = f"{shown(size)} pixels and their result take {fixed / GIB:.1f} GiB of memory"
+            ways = "close other programs, cut the picture, or choose a smaller --scale"
+            raise DataError(f"{job.name}: {text}, and {free / GIB:.1f} GiB can be had; {ways}")
+        return self._choose(size, fixed) if self._args.tile == "auto" else self._args.tile
+
+    def _choose(self, size: tuple[int, int], fixed: int) -> int | None:
+        budget = restore_memory.free_memory(self._restorer.device)
+        if budget is not None and self._restorer.device.type == "cpu":
+            budget = max(0, budget - fixed)
+        return self._gauge.tile(size, budget)
+
+    def _run(
+        self,
+        job: Job,
+        picture: _Picture,
+        depth: type[np.unsignedinteger],
+        tile: int | None,
+        progress: Callable[[float], None],
+    ) -> np.ndarray:
+        """The result as samples, ``(h, w, 1 to 4)``."""
+        image, views = picture.image, 8 if self._args.self_ensemble else 1
+        alpha = image[..., -1:] if image.shape[2] in (2, 4) else None
+        colors = image if alpha is None else spread_colors(image[..., :-1], alpha)
+        lq = to_float(np.ascontiguousarray(colors))
+        lq = convert_color(lq, "rgb" if self._channels == 3 else "gray")
+        settings = {"tile": tile, "overlap": self._args.overlap}
+        tensor = torch.from_numpy(lq).permute(2, 0, 1)[None].contiguous()
+        del lq
+        try:
+            total = views * seen_pixels(self._restorer.network, image.shape[:2], **settings)
+            settings |= {"self_ensemble": self._args.self_ensemble, "dtype": self._restorer.dtype}
+            with _Watched(self._restorer.network, total, progress):
+                pred = restore(self._restorer.network, tensor, memory=self._memory, **settings)
+        except ValueError as error:
+            # an overlap that leaves nothing of the tiles
+            raise DataError(f"{job.name}: {error}") from error
+        if picture.colors == 1 and pred.shape[1] == 3:
+            # BT.601, as everywhere here
+            pred = (pred * pred.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
+        try:
+            samples = to_samples(pred, depth)
+        except ValueError as error:
+            raise DataError(f"{job.name}: {error}; --dtype float32 may help") from error
+        if alpha is None:
+            return samples
+        larger = enlarge_alpha(alpha, self._restorer.scale)
+        return np.concatenate([samples, larger if larger.dtype == depth else _narrowed(larger)], axis=2)
+
+    def _write(self, job: Job, samples: np.ndarray, metadata: Metadata) -> list[str]:
+        extension = job.target.suffix.lower()
+        if samples.shape[2] == 2 and extension != ".png":
+            samples = samples[..., [0, 0, 0, 1]]
+        data, left_out = put_metadata(encode(samples, extension, quality=self._args.quality), metadata)
+        try:
+            job.target.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(job.target, data)
+        except OSError as error:
+            raise DataError(f"cannot write {job.target}: {error.strerror or error}") from error
+        return left_out
+
+
+class _Watched:
+    """While the block runs, every piece that the network has seen moves the progress on."""
+
+    def __init__(self, network: torch.nn.Module, total: int, progress: Callable[[float], None]) -> None:
+        self._network, self._total, self._progress = network, total, progress
+        self._seen = 0
+
+    def __enter__(self) -> None:
+        self._hook = self._network.register_forward_hook(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _count(self, _module: torch.nn.Module, inputs: tuple, _result: object) -> None:
+        self._seen += inputs[0].shape[-2] * inputs[0].shape[-1]
+        self._progress(min(1.0, self._seen / self._total))
+
+
+def _narrowed(samples: np.ndarray) -> np.ndarray:
+    """16 bits -> 8, rounded."""
+    return ((samples.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def _way_out(error: HeaderError) -> str:
+    return "; save the picture that you want as a file of its own" if "animated" in str(error) else ""

@@ -1,0 +1,115 @@
+"""Progress of scripts.restore with the time left."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.text import Text
+
+from models import logbook
+from scripts.restore_picture import Outcome, shown
+
+_EVERY = 30.0
+
+logger = logging.getLogger("pellucid")
+
+
+class Watch:
+    """Progress over the pixels of all pictures: a bar on a terminal, a line now and then elsewhere.
+
+    Args:
+        outcomes: of the pictures that are to do.
+        seconds_for: (h, w) -> an estimate for a picture of this size, or None while there is none.
+    """
+
+    def __init__(self, outcomes: list[Outcome], seconds_for: Callable[[tuple[int, int]], float | None]) -> None:
+        self._sizes = [outcome.size for outcome in outcomes]
+        self._pixels = [math.prod(size) for size in self._sizes]
+        self._names = [outcome.job.source.name for outcome in outcomes]
+        self._total, self._done, self._number, self._share = sum(self._pixels), 0, 0, 0.0
+        self._seconds_for = seconds_for
+        self._began = self._moved = time.monotonic()
+        self._told = -math.inf
+        self._bar: Progress | None = None
+        if logbook.console.is_terminal and outcomes:
+            columns = (BarColumn(), TextColumn("{task.percentage:3.0f} %"), _Words(self._words))
+            self._bar = Progress(*columns, console=logbook.console, transient=True)
+
+    def __enter__(self) -> "Watch":
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=self._total)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def move(self, share: float) -> None:
+        """``share`` of the present picture is done."""
+        self._share, self._moved = share, time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._seen())
+        elif share < 1 and self._moved - self._told > _EVERY and (self._seconds_left() or 0) > _EVERY:
+            self._told = self._moved
+            logger.info(f"{100 * self._seen() / self._total:.0f} %: {self._words()}")
+
+    def tell(self, outcome: Outcome) -> None:
+        """One picture is finished."""
+        self._done, self._share, self._moved = self._done + self._pixels[self._number], 0.0, time.monotonic()
+        self._number += 1
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+        self._told = self._moved
+        count = f"[{self._number}/{len(self._sizes)}]"
+        if outcome.status != "restored":
+            logger.error(f"{count} {outcome.job.name} {outcome.status}")
+            return
+        sizes = f"{shown(outcome.size)} -> {shown(outcome.result)}"
+        notes = "".join(f"; {note}" for note in outcome.notes)
+        left = _left(self._seconds_left()) if self._number < len(self._sizes) else ""
+        logger.info(f"{count} {outcome.job.target}: {sizes} in {outcome.seconds:.1f} s{notes}{left}")
+
+    def _words(self) -> str:
+        if self._number == len(self._sizes):
+            return ""
+        place = f"{self._names[self._number]} ({self._number + 1} of {len(self._sizes)})"
+        return place + _left(self._seconds_left())
+
+    def _seen(self) -> float:
+        now = self._pixels[self._number] if self._number < len(self._sizes) else 0
+        return self._done + self._share * now
+
+    def _seconds_left(self) -> float | None:
+        """By what was done so far; before the first pixel by what the network took for a piece of noise."""
+        seen = self._seen()
+        if seen:
+            left = (self._moved - self._began) * (self._total - seen) / seen
+        else:
+            guesses = [self._seconds_for(size) for size in self._sizes]
+            if None in guesses:
+                return None
+            left = sum(guesses)
+        return max(0.0, left - (time.monotonic() - self._moved))
+
+
+class _Words(ProgressColumn):
+    """Text that is asked for whenever the bar is drawn, so that the time left runs on between two pieces."""
+
+    def __init__(self, words: Callable[[], str]) -> None:
+        super().__init__()
+        self._ask = words
+
+    def render(self, task: object) -> Text:
+        """The text of this moment."""
+        return Text(self._ask())
+
+
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    seconds = round(seconds)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return f", about {f'{hours}:{minutes:02}' if hours else minutes}:{seconds % 60:02} left"
