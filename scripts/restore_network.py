@@ -2,30 +2,23 @@
 
 import hashlib
 import json
-import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import archs
-from archs import ARCHS
 from kernels import dispatch
-from models.checkpoint import load_weights, read_checkpoint
-from models.facts import wrong_facts
+from models.from_file import describe, network_from_file
 from models.infer import inference_dtype
-from options import basicsr_alias, load, yaml_file
 from options.errors import OptionsError
 
 WEIGHTS = Path(archs.__file__).parent / "weights"
 SHIPPED = {"sr": "sst_tiny_x{scale}", "dehaze": "mb_taylorformer_tiny_dehaze"}
 _HALF_WAYS = {torch.bfloat16: "bfloat16", torch.float16: "float16", None: "float32"}
-
-logger = logging.getLogger("pellucid")
 
 
 @dataclass(frozen=True)
@@ -64,11 +57,14 @@ def build_restorer(args: Namespace) -> Restorer:
     """
     file = weights_file(args)
     device = _device(args.device)
-    facts = read_checkpoint(file).metadata
-    spec, stated = _spec(args, file, facts)
-    network = _build(spec, stated)
+    try:
+        dispatch.check_environment()
+    except ValueError as error:
+        raise OptionsError(str(error)) from error
+    described = describe(file, opt=args.opt, network=args.network)
+    spec, facts = described.spec, described.facts
+    network, loaded = network_from_file(file, opt=args.opt, network=args.network, key=args.param_key)
     _check_asked(args, file, facts, network)
-    loaded = load_weights(network, file, key=args.param_key)
     if args.param_key not in (None, loaded.key):
         raise OptionsError(f"--param_key: {file} has no {args.param_key}, only {loaded.key}")
     try:
@@ -102,53 +98,6 @@ def weights_file(args: Namespace) -> Path:
         here = sorted(path.name for path in WEIGHTS.glob("*.safetensors"))
         raise OptionsError(f"no network is shipped as {file} (there: {', '.join(here) or 'none'}); give --weights FILE")
     return file
-
-
-def _spec(args: Namespace, file: Path, facts: Mapping[str, str]) -> tuple[dict[str, Any], int | None]:
-    """The network's ``type`` and arguments, and the scale that an option file states beside them."""
-    if args.network is not None:
-        return _plain(args.network, "--network"), None
-    if args.opt is not None:
-        raw, _ = yaml_file.read(args.opt)
-        if basicsr_alias.is_wanted(raw.get("basicsr_alias")):
-            basicsr_alias.install()
-        load.import_components(raw.get("import_paths"), Path(args.opt).parent)
-        if not isinstance(raw.get("network_g"), dict):
-            raise OptionsError(f"--opt {args.opt} has no section network_g")
-        return raw["network_g"], raw.get("scale")
-    if "network_g" in facts:
-        return _plain(facts["network_g"], f"{file} (network_g)"), None
-    raise OptionsError(
-        f"{file} does not say which network it is of; add --opt FILE.yml, the option file of its training or test, or "
-        "--network '{type: SST, ...}' with the network's arguments"
-    )
-
-
-def _plain(text: str, place: str) -> dict[str, Any]:
-    spec = yaml_file.value_of(text, place)
-    if not isinstance(spec, dict) or not isinstance(spec.get("type"), str):
-        raise OptionsError(f"{place} must be like {{type: SST, dim: 32}}, got {text[:100]}")
-    return spec
-
-
-def _build(spec: Mapping[str, Any], stated: Any) -> nn.Module:
-    try:
-        dispatch.check_environment()
-    except ValueError as error:
-        raise OptionsError(str(error)) from error
-    # without import_paths there may still be PELLUCID_IMPORT
-    load.import_components(None, Path.cwd())
-    try:
-        network = ARCHS.build(spec)
-    except (KeyError, ValueError, TypeError, RuntimeError, MemoryError, OverflowError) as error:
-        raise OptionsError(f"the network: {error or 'out of memory'}") from error
-    if not hasattr(network, "scale"):
-        network.scale = stated if isinstance(stated, int) else 1
-        logger.warning(f"{spec['type']} does not state its scale: {network.scale} is assumed")
-    wrong = wrong_facts(network)
-    if wrong:
-        raise OptionsError("the network: " + "; ".join(wrong))
-    return network
 
 
 def _check_asked(args: Namespace, file: Path, facts: Mapping[str, str], network: nn.Module) -> None:

@@ -259,7 +259,7 @@ def test_weights_that_do_not_say_which_network_they_are_of(tool, tmp_path, netwo
         (["--dtype", "float16"], "--dtype: float16 is slower"),
         (["--param_key", "params"], "has no params, only params_ema"),
         (["--opt", "no.yml"], "there is no option file no.yml"),
-        (["--network", "EDSR"], "--network must be like"),
+        (["--network", "EDSR"], "the network must read"),
         (["--network", "{type: EDSX}"], "unknown network EDSX.*did you mean EDSR"),
         (["--network", "{type: EDSR, widht: 3}"], "widht"),
     ],
