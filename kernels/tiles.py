@@ -97,7 +97,7 @@ class Part:
         """
         padding = (*self.columns.padding(reach, half), *self.rows.padding(reach, half))
         x = self.cut(x, reach + half)
-        return (x, padding[0]) if len(set(padding)) == 1 else (F.pad(x, padding), 0)
+        return (x, padding[0]) if padding.count(padding[0]) == 4 else (F.pad(x, padding), 0)
 
 
 # (part, maps, images, shared) -> map of the part, or sums over it

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.window_attention import open_sizes
+
 
 def tiles_of(image: Tensor, window: int, heads: int, *, parts: int) -> tuple[Tensor, ...]:
     """Views of an image of whole windows, (b, h, w, parts * heads * d): ``parts`` times
@@ -15,6 +17,9 @@ def tiles_of(image: Tensor, window: int, heads: int, *, parts: int) -> tuple[Ten
 def continue_by_reflection(image: Tensor, window: int) -> Tensor:
     """(b, h, w, c): rows and columns added at the bottom and the right until both are multiples of ``window``."""
     for axis in (1, 2):
+        if isinstance(image.shape[axis], torch.SymInt):
+            image = open_sizes.continued(image, axis, window)
+            continue
         target = -(-image.shape[axis] // window) * window
         while image.shape[axis] < target:
             size = image.shape[axis]

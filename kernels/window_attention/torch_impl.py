@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.window_attention import open_sizes
 from kernels.window_attention.layout import continue_by_reflection, tiles_of
 
 FLASH_PACKAGES = ("flash_attn_interface", "flash_attn")  # FlashAttention-3, FlashAttention-2
@@ -37,6 +38,9 @@ def attention(
     scale: float,
 ) -> Tensor:
     """The ``torch`` backend: explicit logits and softmax, the latter in float32 at least."""
+    if open_sizes.are_open(qkv):
+        settings = {"heads": heads, "window": window, "scale": scale}
+        return open_sizes.attention(qkv, q_pos, k_pos, bias, fused=False, **settings)
     q, k, v = (_flat(x) for x in partition(qkv, heads, window))
     logits = (q * scale) @ k.transpose(-1, -2)
     # 16-bit types keep three digits: not enough to add two logits and subtract the largest
@@ -60,6 +64,9 @@ def sdpa(
     scale: float,
 ) -> Tensor:
     """The ``sdpa`` backend: ``scaled_dot_product_attention``, which chooses among the kernels of its device."""
+    if open_sizes.are_open(qkv):
+        settings = {"heads": heads, "window": window, "scale": scale}
+        return open_sizes.attention(qkv, q_pos, k_pos, bias, fused=True, **settings)
     on_cpu = _on_cpu(qkv)
     q, k, v = lengthened(qkv, q_pos, k_pos, heads=heads, window=window, scale=scale, equal=on_cpu or qkv.dtype in HALF)
     mask = None if bias is None else bias.to(q.dtype)[None]
