@@ -1,16 +1,15 @@
-"""Test a network: python test.py -opt FILE.yml [key.sub=value ...]; writes a table, pictures and a log."""
+"""Test a network: python test.py -opt FILE.yml [key.sub=value ...]; writes a table, pictures, a page and a log."""
 
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 import archs  # noqa: F401  networks, data sets and models register themselves, so that the options can be checked
 import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import distributed, home, logbook, loop, plan, report, runtime
+from models import album, distributed, home, logbook, loop, page, plan, report, runtime
 from options import load
 
 
@@ -23,7 +22,7 @@ def main(argv: list[str]) -> None:
 
 
 def test(args: argparse.Namespace, command: str, group: distributed.Processes) -> None:
-    """Load the options, evaluate, write table and pictures."""
+    """Load the options, evaluate, write table, pictures and page."""
     logbook.start_logging(None, group)
     options = load.load(args.opt, [*args.overrides, *args.force_yml], training=False, debug=args.debug)
     device = group.join(options)
@@ -42,13 +41,12 @@ def test(args: argparse.Namespace, command: str, group: distributed.Processes) -
     logbook.start_logging(home.log_file(folder, options, "test"), group)
     plan.tell(rows)
 
-    def picture_path(name: str, picture: str) -> Path:
-        return folder / "visualization" / name / f"{picture}_{options.val.suffix or options.name}.png"
-
-    paths = picture_path if options.val.save_img else None
-    results = loop.evaluate(model, loaders, options, tools, picture_path=paths, processes=group)
+    pictures = album.Album(folder, options, write=write_image)
+    wanted = {"picture_path": pictures.picture_path, "on_picture": pictures.on_picture}
+    results = loop.evaluate(model, loaders, options, tools, **wanted, processes=group)
     group.from_main(lambda: report.write_csv(folder / "metrics.csv", results))
     logbook.show(results)
+    page.of_test(folder, model, options, results, pictures, processes=group)
     loop.logger.info(f"everything lies in {folder}")
 
 

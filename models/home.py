@@ -224,17 +224,17 @@ def _write_options(folder: Path, options: Options, text: str | None, command: st
     if text is not None and options.file.name != effective.name:
         _write(folder / options.file.name, header + text)
     said = "# the options in force, those of the command line and the defaults included; train.py and test.py read it\n"
-    _write(effective, said + header + yaml_file.text_of(_in_force(options)))
+    _write(effective, said + header + text_in_force(options))
 
 
-def _in_force(options: Options) -> dict[str, Any]:
-    """The options as they would stand in a file, whose place must not matter."""
+def text_in_force(options: Options) -> str:
+    """All options as they would stand in a file, whose place must not matter."""
     content = options.model_dump(mode="json")
     if options.import_paths:
         base = options.file.parent if options.file is not None else Path()
         named = [Path(os.path.expanduser(path)) for path in options.import_paths]
         content["import_paths"] = [str((p if p.exists() else base / p).resolve()) for p in named]
-    return content
+    return yaml_file.text_of(content)
 
 
 def _write(path: Path, text: str) -> None:

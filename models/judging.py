@@ -77,36 +77,67 @@ def restored(place: str, model: Base, lq: Tensor) -> Picture:
         raise UserError(f"{place} cannot be restored: {error}") from error
 
 
-def score(place: str, result: Picture, batch: Mapping[str, Any], options: Options, *, resize: Resize) -> Row:
-    """What the metrics of ``val`` say of a result, and of the baseline where there is one.
+class Judged:
+    """All there is to see of one picture once it is restored; what nobody asks for is not computed.
+
+    Args:
+        batch: ``lq``, and where there is one ``gt``, ``(1, c, h, w)``, and the ``name``.
+        output: the network's result.
+        resize: (uint8 (h, w, c), scale) -> uint8, for the bicubic baseline.
+
+    Attributes:
+        name: of the picture.
+        output: the network's result.
+    """
+
+    def __init__(self, batch: Mapping[str, Any], output: Picture, options: Options, *, resize: Resize) -> None:
+        self.name: str = batch["name"][0]
+        self.output = output
+        self._batch, self._resize = batch, resize
+        self._baseline, self._scale = options.val.baseline, options.scale
+
+    @cached_property
+    def input(self) -> Picture:
+        """What the network was given."""
+        return Picture(self._batch["lq"])
+
+    @cached_property
+    def gt(self) -> Picture | None:
+        """The ground truth, or None."""
+        return Picture(self._batch["gt"]) if "gt" in self._batch else None
+
+    @cached_property
+    def baseline(self) -> Picture | None:
+        """What ``val.baseline`` makes of the input, or None."""
+        if self._baseline is None:
+            return None
+        if self._baseline == "stretch":
+            return Picture(stretch(self._batch["lq"]))
+        if self._baseline == "input" or self._scale == 1:
+            return self.input
+        enlarged = self._resize(self.input.rounded, self._scale)
+        return Picture(torch.from_numpy(enlarged).permute(2, 0, 1).double() / PEAK)
+
+
+def score(place: str, judged: Judged, metrics: Mapping[str, MetricOptions]) -> Row:
+    """What the metrics say of a result, and of the baseline where there is one.
 
     Args:
         place: names the picture in messages.
-        batch: ``lq`` and ``gt`` ``(1, c, h, w)``, and the ``name``.
-        resize: (uint8 (h, w, c), scale) -> uint8, for the bicubic baseline.
+        judged: a picture with its ground truth.
 
     Raises:
         UserError: a metric cannot be computed for the picture.
     """
-    gt, kind = Picture(batch["gt"]), options.val.baseline
-    pictures = [result] if kind is None else [result, _baseline(kind, batch["lq"], options.scale, resize)]
+    pictures = [picture for picture in (judged.output, judged.baseline) if picture is not None]
     scores: list[dict[str, float]] = [{}, {}]
-    for label, metric in options.val.metrics.items():
+    for label, metric in metrics.items():
         for own, picture in zip(scores, pictures, strict=False):
             try:
-                own[label] = _value(metric, picture, gt)
+                own[label] = _value(metric, picture, judged.gt)
             except ValueError as error:
                 raise UserError(f"val.metrics.{label} cannot be computed for {place}: {error}") from error
-    return batch["name"][0], scores[0], scores[1]
-
-
-def _baseline(kind: str, lq: Tensor, scale: int, resize: Resize) -> Picture:
-    if kind == "stretch":
-        return Picture(stretch(lq))
-    if kind == "input" or scale == 1:
-        return Picture(lq)
-    enlarged = resize(to_uint8(lq), scale)
-    return Picture(torch.from_numpy(enlarged).permute(2, 0, 1).double() / PEAK)
+    return judged.name, scores[0], scores[1]
 
 
 def _value(metric: MetricOptions, picture: Picture, gt: Picture) -> float:
@@ -116,3 +147,8 @@ def _value(metric: MetricOptions, picture: Picture, gt: Picture) -> float:
     # so that a nearly black picture is not taken for one of the range 0..1
     known = {"data_range": PEAK} if "data_range" in signature(function).parameters else {}
     return float(function(picture.exact, gt.exact, **known, **arguments))
+
+
+def better_of(metric: MetricOptions) -> str:
+    """ "higher" or "lower": what the options say, or else what the metric says of itself."""
+    return metric.better or getattr(METRICS.get(metric.type), "better", "higher")

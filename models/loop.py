@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from models import checkpoint, progress, report
+from models import checkpoint, page, progress, report
 from models.base import Base
 from models.batches import Preparation
 from models.distributed import ALONE, PeerEnded, Processes
 from models.home import folder_of
-from models.judging import Row, restored, score
+from models.judging import Judged, Row, better_of, restored, score
 from models.logbook import Logbook, Mute
-from models.metrics import METRICS
 from models.progress import Pace, Progress
 from models.report import SetScores
 from models.runtime import Interrupted, StopSignal
 from options.errors import UserError
-from options.schema import MetricOptions, Options
+from options.schema import Options
 
 logger = logging.getLogger("pellucid")
 
@@ -47,7 +46,7 @@ def evaluate(
     tools: PictureTools,
     *,
     picture_path: Callable[[str, str], Path] | None = None,
-    on_picture: Callable[[str, str, np.ndarray], None] | None = None,
+    on_picture: Callable[[str, Judged], None] | None = None,
     stop: StopSignal | None = None,
     processes: Processes = ALONE,
 ) -> list[SetScores]:
@@ -56,7 +55,7 @@ def evaluate(
     Args:
         loaders: name of the set -> batches of one picture; those of this process, rank, rank + world, ...
         picture_path: (set, picture) -> where the result is written; None writes nothing.
-        on_picture: called with set, picture and result, uint8 (h, w, c).
+        on_picture: called with the set and what there is to see of a picture, of which nothing is kept here.
         processes: those among which the pictures are dealt out; all of them call this.
 
     Returns:
@@ -75,10 +74,11 @@ def evaluate(
             result = restored(f"{name}/{picture}", model, batch["lq"])
             if picture_path is not None:
                 tools.write(picture_path(name, picture), result.rounded)
+            judged = Judged(batch, result, options, resize=tools.resize)
             if on_picture is not None:
-                on_picture(name, picture, result.rounded)
-            if "gt" in batch and scores.protocol:
-                row = score(f"{name}/{picture}", result, batch, options, resize=tools.resize)
+                on_picture(name, judged)
+            if judged.gt is not None and scores.protocol:
+                row = score(f"{name}/{picture}", judged, options.val.metrics)
                 own.append((turn * processes.world + processes.rank, row))
             if _is_over(stop, processes):
                 break
@@ -203,6 +203,9 @@ class _Fit:
         checkpoint.save_pth(self.folder / "models" / "net_g_latest.pth", self.model.weights())
         if self.book.file.exists():
             report.learning_curve(self.book.file, self.folder / "curve.png")
+        if not self.val_loaders:
+            # else the last validation has written it
+            self._write_page()
 
     def _steps(self, stream: Iterator[Mapping[str, Any]], stop: StopSignal) -> None:
         model, train, every = self.model, self.options.train, self.options.logger
@@ -262,10 +265,10 @@ class _Fit:
         def path_of(name: str, picture: str) -> Path:
             return self.folder / "visualization" / name / picture / f"{Path(picture).name}_{step}.png"
 
-        def on_picture(name: str, picture: str, result: np.ndarray) -> None:
+        def on_picture(name: str, judged: Judged) -> None:
             # one picture a set is enough to follow a run by eye
-            if shown.setdefault(name, picture) == picture:
-                self.book.image(f"{name}/{picture}", result, step)
+            if shown.setdefault(name, judged.name) == judged.name:
+                self.book.image(f"{name}/{judged.name}", judged.output.rounded, step)
 
         self.latest = evaluate(
             self.model,
@@ -285,6 +288,12 @@ class _Fit:
             if position == 0 and next(iter(scores.protocol)) in improved and self.processes.is_main:
                 self._save_best(scores)
         self.progress.validated = step
+        self._write_page()
+
+    def _write_page(self) -> None:
+        if self.processes.is_main:
+            where, command = (self.folder, self.book.file), self.processes.command
+            page.of_training(*where, self.model, self.options, self.latest, command=command)
 
     def rescue(self, *, whole: bool, together: bool) -> None:
         """Save what can be continued, before an error ends the run.
@@ -335,8 +344,3 @@ class _Fit:
         facts = {"network_g": self.options.network_g.spec(), "scale": self.options.scale, "weights": key}
         facts |= {"iteration": self.model.iteration, "name": self.options.name, "scores": scores.means()}
         checkpoint.save_safetensors(self.folder / "models" / "net_g_best.safetensors", weights[key], facts)
-
-
-def better_of(metric: MetricOptions) -> str:
-    """ "higher" or "lower": what the options say, or else what the metric says of itself."""
-    return metric.better or getattr(METRICS.get(metric.type), "better", "higher")

@@ -169,6 +169,7 @@ class ValOptions(Strict):
 
     val_freq: Count = Field(5000, description="steps between validations")
     save_img: bool = Field(False, description="write the result pictures")
+    report: bool = Field(True, description="write a page, index.html, on the run: scores, pictures where saved, curves")
     suffix: str | None = Field(None, description="ending of the result pictures' names; default: the run's name")
     pbar: bool | None = _inert("a progress bar is shown on a terminal only")
     metrics: dict[str, MetricOptions] = Field(default_factory=dict, description="label -> metric")

@@ -72,7 +72,8 @@ def score(result, gt, lq=None, **val):
     """Scores of the result and of the baseline, by the options of ``val``."""
     options = type("Run", (), {"val": ValOptions(**{"metrics": BOTH, **val}), "scale": 1})
     batch = {"lq": gt if lq is None else lq, "gt": gt, "name": ["a"]}
-    return judging.score("set/a", judging.Picture(result), batch, options, resize=None)[1:]
+    judged = judging.Judged(batch, judging.Picture(result), options, resize=None)
+    return judging.score("set/a", judged, options.val.metrics)[1:]
 
 
 def test_float_scores_are_those_of_scikit_image_on_clamped_values(pair):

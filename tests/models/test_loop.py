@@ -75,6 +75,7 @@ def test_a_run_leaves_weights_states_pictures_and_a_curve(run):
         "visualization/held-out/corner/corner_4.png",
         "metrics.jsonl",
         "curve.png",
+        "index.html",
     }
     saved = torch.load(folder / "models/net_g_latest.pth", weights_only=True)
     torch.testing.assert_close(dict(saved["params_ema"]), dict(model.ema.network.state_dict()))
@@ -251,9 +252,9 @@ def test_pictures_without_ground_truth_are_restored_but_not_scored(make_options,
         {"alone": data.build_loader(options.datasets["val"])},
         options,
         tools,
-        on_picture=lambda name, picture, result: made.append(result.shape),
+        on_picture=lambda name, judged: made.append((name, judged.name, judged.output.rounded.shape)),
     )
-    assert made == [(18, 14, 3)]
+    assert made == [("alone", "x", (18, 14, 3))]
     assert scores.rows == []
     assert "has no ground truth" in caplog.text
 
