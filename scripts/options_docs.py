@@ -1,6 +1,7 @@
-"""Print every option as a Markdown table: python -m scripts.options_docs [> options.md].
+"""Print every option as Markdown tables: python -m scripts.options_docs [--into FILE | --check FILE].
 
-The sections come from options/schema.py, the arguments of components from their constructors.
+The sections come from options/schema.py, the arguments of components from their constructors. In a file they stand
+between two marks; arguments of PyTorch's own optimizers, which change with its version, are only in what is printed.
 """
 
 import argparse
@@ -20,47 +21,84 @@ import archs  # noqa: F401  the components register themselves
 import data  # noqa: F401
 import models  # noqa: F401
 from data.backends import IoBackend
+from data.io import write_whole
+from models import logbook
 from models.runtime import run
 from options import schema
+from options.errors import OptionsError
 from options.load import GIVEN_TO_DATASETS, GIVEN_TO_METRICS
 from options.registry import ARCHS, DATASETS, LOSSES, METRICS, OPTIMIZERS, SCHEDULERS
 
+BEGIN = "<!-- from here on written by python -m scripts.options_docs --into options/README.md -->\n"
+END = "<!-- end of what is written by options_docs -->\n"
 HEAD = "| option | value | default | meaning |\n|---|---|---|---|"
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "~"}
 _WORDS |= {Tensor: "number", IoBackend: "{type: disk or memory or lmdb}"}
 _LIMITS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 # registry, where a component of it stands, and what the program provides
 COMPONENTS = (
-    (ARCHS, "network_g", ()),
-    (DATASETS, "datasets.<phase>, besides the options above", GIVEN_TO_DATASETS),
-    (OPTIMIZERS, "train.optim_g", ("params",)),
-    (SCHEDULERS, "train.scheduler", ()),
-    (LOSSES, "train.pixel_opt, train.fft_loss_opt, train.losses.<label>", ()),
-    (METRICS, "val.metrics.<label>, besides better and quantize", GIVEN_TO_METRICS),
+    (ARCHS, "`network_g`", ()),
+    (DATASETS, "`datasets.<phase>`, besides the options above", GIVEN_TO_DATASETS),
+    (OPTIMIZERS, "`train.optim_g`", ("params",)),
+    (SCHEDULERS, "`train.scheduler`", ()),
+    (LOSSES, "`train.pixel_opt`, `train.fft_loss_opt`, `train.losses.<label>`", ()),
+    (METRICS, "`val.metrics.<label>`, besides `better` and `quantize`", GIVEN_TO_METRICS),
 )
 
 
-def document() -> str:
-    """All options, as Markdown."""
-    parts = ["# Options", "", HEAD, *_rows(schema.Options)]
+def document(*, level: int = 1, torch_arguments: bool = True) -> str:
+    """All options, as Markdown.
+
+    Args:
+        level: of the title; what is below has one more.
+        torch_arguments: also tell the arguments of components that are PyTorch's, as the installed version has them.
+    """
+    title, below = "#" * level, "#" * (level + 1)
+    parts = [f"{title} Options", "", HEAD, *_rows(schema.Options)]
+    for key, field in schema.Options.model_fields.items():
+        section, many = _section(field.annotation)
+        if section is not None and section is not schema.Component:
+            place = _place(key, many)
+            parts += ["", f"{below} `{place}`", "", HEAD, *_rows(section, f"{place}.", deep=True)]
     for registry, place, given in COMPONENTS:
-        parts += ["", f"## {place}"]
+        parts += ["", f"{below} {place}"]
         for name in registry.names():
-            parts += ["", f"`type: {name}`", "", *_arguments(registry.get(name), given)]
+            entry = registry.get(name)
+            foreign = not torch_arguments and entry.__module__.startswith("torch.")
+            rows = [f"The arguments of `torch.optim.{name}`."] if foreign else _arguments(entry, given)
+            parts += ["", f"`type: {name}`", "", *rows]
     return "\n".join(parts) + "\n"
 
 
-def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def written_into(text: str) -> str:
+    """``text`` with the tables between its marks.
+
+    Raises:
+        OptionsError: it does not have both marks, each once, in this order.
+    """
+    before, *rest = text.split(BEGIN)
+    _, *after = rest[0].split(END) if len(rest) == 1 else ("",)
+    if len(after) != 1:
+        raise OptionsError(f"the tables go between these two lines, each of which must be there once:\n{BEGIN}{END}")
+    return f"{before}{BEGIN}\n{document(level=3, torch_arguments=False)}\n{END}{after[0]}"
+
+
+def _place(key: str, many: bool) -> str:
+    label = {"datasets": "<phase>", "metrics": "<label>", "losses": "<label>"}.get(key, "<key>")
+    return f"{key}.{label}" if many else key
+
+
+def _rows(model: type[BaseModel], prefix: str = "", *, deep: bool = False) -> Iterator[str]:
+    """One row for each option of a section, and, where ``deep``, for those of the sections in it."""
     for key, field in model.model_fields.items():
         if field.exclude or key == "file":
             continue
         section, many = _section(field.annotation)
-        label = {"datasets": "<phase>", "metrics": "<label>", "losses": "<label>"}.get(key, "<key>")
-        place = f"{prefix}{key}.{label}" if many else f"{prefix}{key}"
+        place = f"{prefix}{_place(key, many)}"
         meaning = field.description or _first(section)
         yield f"| `{place}` | {_cell(_kind(field))} | {_cell(_default(field))} | {_cell(meaning)} |"
-        if section is not None and section is not schema.Component:
-            yield from _rows(section, f"{place}.")
+        if deep and section is not None and section is not schema.Component:
+            yield from _rows(section, f"{place}.", deep=True)
 
 
 def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
@@ -138,9 +176,30 @@ def _cell(text: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print the tables."""
-    argparse.ArgumentParser(prog="python -m scripts.options_docs", description=__doc__.split("\n")[0]).parse_args(argv)
-    print(document(), end="")
+    """Print the tables, or write them into a file, or tell whether they stand there."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.options_docs", description=__doc__.split("\n\n")[1])
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--into", type=Path, metavar="FILE", help="write them between the marks of this file")
+    where.add_argument("--check", type=Path, metavar="FILE", help="fail if the file does not hold them")
+    args = parser.parse_args(argv)
+    logbook.start_logging()
+    file = args.into or args.check
+    if file is None:
+        print(document(), end="")
+        return
+    text = _read(file)
+    written = written_into(text)
+    if args.into:
+        write_whole(file, written.encode())
+    elif text != written:
+        raise OptionsError(f"{file} is behind the schema; write it anew by: {parser.prog} --into {file}")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionsError(f"{file} cannot be read: {error}") from error
 
 
 if __name__ == "__main__":
