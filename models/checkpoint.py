@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from models.misfit import Loaded, explain
@@ -96,7 +96,9 @@ def save_safetensors(path: Path | str, params: Mapping[str, Tensor], metadata: M
     extra = {_unwrap(k): v for k, v in params.items() if not isinstance(v, Tensor)}
     if extra:
         facts[EXTRA] = _as_text(extra)
-    write_whole(Path(path), lambda temporary: save_file(separate, temporary, {"format": "pt", **facts}))
+    # not by the library's writer of files, which lets nobody else read them
+    content = save(separate, {"format": "pt", **facts})
+    write_whole(Path(path), lambda temporary: temporary.write_bytes(content))
 
 
 def save_state(path: Path | str, state: Mapping[str, Any]) -> None:

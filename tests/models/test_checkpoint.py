@@ -106,6 +106,12 @@ def test_safetensors_carry_facts_as_strings(net, tmp_path):
     assert (metadata["scale"], metadata["weights"], metadata["score"]) == ("2", "params_ema", "31.5")
 
 
+def test_weights_can_be_read_by_whom_the_umask_lets(net, tmp_path):
+    save_safetensors(tmp_path / "w.safetensors", net.state_dict())
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_tied_and_strided_tensors_survive_safetensors(tmp_path):
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv2d(4, 4, 3))
     network[1].weight = network[0].weight
