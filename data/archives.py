@@ -72,7 +72,7 @@ class Archive:
         whole: an LMDB of whole training pictures, which the option files read.
         steps: what is made unless the user says otherwise.
         example: a training option file to start from where no shipped one names this data.
-        settings: what has to be changed in it; ``{}`` stands for the data folder.
+        settings: what has to be changed in it; ``{}`` stands for the data folder, in both ``{scale}`` for the scale.
     """
 
     name: str
@@ -146,10 +146,10 @@ def _flickr2k() -> Archive:
         parts,
         train=Reduced("Flickr2K/Flickr2K_HR", lr),
         steps=("lr", "subimages", "lmdb"),
-        example="options/train/sr/SST_DF2K_X2.yml",
+        example="options/train/sr/SST_DF2K_X{scale}.yml",
         settings=(
             "datasets.train.dataroot_gt={}/Flickr2K/Flickr2K_HR_sub.lmdb",
-            "datasets.train.dataroot_lq={}/Flickr2K/Flickr2K_LR_bicubic/X2_sub.lmdb",
+            "datasets.train.dataroot_lq={}/Flickr2K/Flickr2K_LR_bicubic/X{scale}_sub.lmdb",
         ),
     )
 
@@ -171,7 +171,7 @@ def _lsdir() -> Archive:
         train=Reduced("LSDIR/HR", "LSDIR/LR_bicubic/X{}"),
         valid=Reduced("LSDIR/Valid/HR", "LSDIR/Valid/LR/X{}"),
         steps=("meta",),
-        example="options/train/sr/SSTLarge_DFLIP_X2.yml",
+        example="options/train/sr/SSTLarge_DFLIP_X{scale}.yml",
         settings=("datasets.train.dataroot_gt={}/LSDIR/HR", "datasets.train.io_backend.type=disk"),
     )
 
@@ -183,7 +183,7 @@ def _diverseg() -> Archive:
         (Part("DiverSeg-IP/HR", folders, counts=(526_503,)),),
         train=Reduced("DiverSeg-IP/HR", "DiverSeg-IP/LR_bicubic/X{}"),
         steps=("meta",),
-        example="options/train/sr/SSTLarge_DFLIP_X2.yml",
+        example="options/train/sr/SSTLarge_DFLIP_X{scale}.yml",
         settings=("datasets.train.dataroot_gt={}/DiverSeg-IP/HR", "datasets.train.io_backend.type=disk"),
     )
 

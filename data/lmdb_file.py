@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from data.backends import Source
 from data.cache import map_ahead
+from data.claim import claimed
 from data.headers import read_header
 from data.io import decode, encode, write_whole
 from data.pairs import Problems, stem
@@ -98,11 +99,13 @@ def write_lmdb(
     keys = lmdb_keys(names, source.root, replace_dots=replace_dots)
     partial = target.with_name(f".{target.name}.{'partial' if mark else uuid.uuid4().hex[:8] + '.partial'}")
     try:
-        known = _begin(partial, mark)
-        rest = [name for name in names if keys[name] not in known]
-        entries = map_ahead(lambda name: _entry(source, name, keys[name], as_is), rest, threads)
-        written = _store(watch(entries), partial, known, [keys[name] for name in names], journal=mark is not None)
-        os.rename(partial, target)
+        partial.mkdir(parents=True, exist_ok=True)
+        with claimed(partial):
+            known = _begin(partial, mark)
+            rest = [name for name in names if keys[name] not in known]
+            entries = map_ahead(lambda name: _entry(source, name, keys[name], as_is), rest, threads)
+            written = _store(watch(entries), partial, known, [keys[name] for name in names], journal=mark is not None)
+            os.rename(partial, target)
     except OSError as error:
         raise DataError(f"cannot write {target}: {error.strerror or error}") from error
     finally:
@@ -128,8 +131,7 @@ def is_made(target: str | os.PathLike, mark: str) -> bool:
 
 def _begin(partial: Path, mark: str | None) -> dict[str, _Noted]:
     """Key -> what is noted of the pictures that an interrupted run has stored."""
-    if not partial.exists():
-        partial.mkdir(parents=True)
+    if not any(partial.iterdir()):
         if mark is not None:
             write_whole(partial / _MARK, mark.encode("utf-8"))
         return {}
@@ -138,8 +140,9 @@ def _begin(partial: Path, mark: str | None) -> dict[str, _Noted]:
     journal = partial / _JOURNAL
     if not journal.is_file():
         return {}
-    # the last line may be cut short; its picture is stored anew
-    lines = journal.read_text(encoding="utf-8").split("\n")[:-1]
+    # the last line may be cut short; it goes, and its picture is stored anew
+    lines = journal.read_bytes().split(b"\n")[:-1]
+    write_whole(journal, b"".join(line + b"\n" for line in lines))
     noted = (json.loads(line) for line in lines)
     found = {key: _Noted(line, size, unchanged) for key, line, size, unchanged in noted}
     logger.info(f"going on with the {len(found)} pictures that an interrupted run left in {partial}")

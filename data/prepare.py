@@ -4,6 +4,8 @@ A new folder grows under a working name and gets its own when it is complete. A 
 it ended, provided that settings and pictures are the same.
 """
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -19,6 +21,7 @@ import numpy as np
 
 from data.backends import FolderSource, ImageReader, Source
 from data.cache import map_ahead
+from data.claim import claimed
 from data.degrade import bicubic_downsample
 from data.headers import Header
 from data.io import decode, write_image, write_whole
@@ -39,34 +42,36 @@ class Stage:
     Args:
         target: the folder to make; an empty one may exist.
         settings: plain values; what an interrupted run left is taken up if it was made with the same ones.
+        claims: keeps other processes away until it is closed.
 
     Raises:
-        DataError: the folder holds something, or there is a half-made one of other settings.
+        DataError: the folder holds something, there is a half-made one of other settings, or another process makes it.
     """
 
-    def __init__(self, target: str | os.PathLike, settings: dict[str, Any]) -> None:
+    def __init__(self, target: str | os.PathLike, settings: dict[str, Any], claims: contextlib.ExitStack) -> None:
         self.target = Path(os.path.expanduser(target))
         text = json.dumps(settings, sort_keys=True)
         if _holds(self.target / _SETTINGS, text):
             # complete, but ended before the other side of the pairs was
             self.folder = self.target
+            claims.enter_context(claimed(self.folder))
             return
         if os.path.lexists(self.target) and (not self.target.is_dir() or any(self.target.iterdir())):
-            raise DataError(f"{self.target} exists and is left as it is; remove it or choose another name")
+            other = ", made with other settings or of other pictures," if (self.target / _SETTINGS).is_file() else ""
+            raise DataError(f"{self.target} exists{other} and is left as it is; remove it or choose another name")
         self.folder = self.target.with_name(f".{self.target.name}.partial")
         mark = self.folder / _SETTINGS
-        if self.folder.exists():
-            if not _holds(mark, text):
-                raise DataError(
-                    f"{self.folder} was left by an interrupted run with other settings or pictures; remove it"
-                )
-            logger.info(f"going on with what an interrupted run left in {self.folder}")
-            return
         try:
-            self.folder.mkdir(parents=True)
-            write_whole(mark, text.encode())
+            self.folder.mkdir(parents=True, exist_ok=True)
+            claims.enter_context(claimed(self.folder))
+            if not any(self.folder.iterdir()):
+                write_whole(mark, text.encode())
+                return
         except OSError as error:
             raise DataError(f"cannot write {self.folder}: {error.strerror or error}") from error
+        if not _holds(mark, text):
+            raise DataError(f"{self.folder} was left by an interrupted run with other settings or pictures; remove it")
+        logger.info(f"going on with what an interrupted run left in {self.folder}")
 
     def has(self, name: str) -> bool:
         """True when the picture is there; pictures are written whole."""
@@ -183,12 +188,13 @@ def cut_subimages(source: Source, target: str, grid: Grid, *, threads: int, watc
     names = _names(source)
     headers = _headers(source, names, grid)
     stems = _without_suffix(dict(zip(names, unique_stems(names), strict=True)), source)
-    stage = Stage(target, fingerprint([(source, names)], grid, "subimages"))
-    jobs = [
-        _Job(stems[name], (_Side(source, name, stage, 1),), grid.places(headers[name].height, headers[name].width))
-        for name in names
-    ]
-    return _run(jobs, [stage], threads, watch)
+    with contextlib.ExitStack() as claims:
+        stage = Stage(target, fingerprint([(source, names)], grid, "subimages"), claims)
+        jobs = [
+            _Job(stems[name], (_Side(source, name, stage, 1),), grid.places(headers[name].height, headers[name].width))
+            for name in names
+        ]
+        return _run(jobs, [stage], threads, watch)
 
 
 def cut_pairs(
@@ -235,17 +241,18 @@ def cut_scales(
         raise OptionsError(f"GT and LQ would both go to {target}; give two folders")
     small, names = grid.over(unit), _names(source)
     headers = _headers(source, names, grid)
-    stages = [Stage(target, fingerprint([(source, names)], grid, f"pairs x{unit}"))]
-    sides = {name: [_Side(source, name, stages[0], unit)] for name in names}
-    for scale, (lq_source, lq_target) in lower.items():
-        pairs = _fitting_pairs(source, headers, lq_source, grid, scale)
-        lq_names = [lq for _, lq in pairs]
-        stages.append(Stage(lq_target, fingerprint([(lq_source, lq_names)], grid, f"pairs x{unit}", scale)))
-        for name, lq in pairs:
-            sides[name].append(_Side(lq_source, lq, stages[-1], unit // scale))
-    sizes = {name: (header.height // unit, header.width // unit) for name, header in headers.items()}
-    jobs = [_Job(stem(name), tuple(sides[name]), small.places(*size)) for name, size in sizes.items()]
-    return _run(jobs, stages, threads, watch, settle)
+    with contextlib.ExitStack() as claims:
+        stages = [Stage(target, fingerprint([(source, names)], grid, f"pairs x{unit}"), claims)]
+        sides = {name: [_Side(source, name, stages[0], unit)] for name in names}
+        for scale, (lq_source, lq_target) in lower.items():
+            pairs = _fitting_pairs(source, headers, lq_source, grid, scale)
+            lq_names = [lq for _, lq in pairs]
+            stages.append(Stage(lq_target, fingerprint([(lq_source, lq_names)], grid, f"pairs x{unit}", scale), claims))
+            for name, lq in pairs:
+                sides[name].append(_Side(lq_source, lq, stages[-1], unit // scale))
+        sizes = {name: (header.height // unit, header.width // unit) for name, header in headers.items()}
+        jobs = [_Job(stem(name), tuple(sides[name]), small.places(*size)) for name, size in sizes.items()]
+        return _run(jobs, stages, threads, watch, settle)
 
 
 def _fitting_pairs(
@@ -288,21 +295,22 @@ def make_lr(
     _check_reduction(scale, tmpl)
     names = _names(source)
     headers = _headers(source, names, Grid(size=scale, step=1))
-    stage = Stage(target, fingerprint([(source, names)], tmpl, f"lr x{scale} {alpha}"))
     reader = ImageReader(source, alpha)
     shown = dict(zip(names, unique_stems(names), strict=True))
 
-    def reduce(name: str) -> None:
+    def reduce(name: str, stage: Stage) -> None:
         folder, _, file = shown[name].rpartition("/")
         new = os.path.join(folder, f"{tmpl.replace('{}', file)}.png")
         if not stage.has(new):
             stage.write(new, bicubic_downsample(reader(name), scale), reader.path(name))
 
-    for _ in watch(map_ahead(reduce, names, threads), len(names)):
-        pass
-    stage.finish(len(names))
-    if settle:
-        stage.settle()
+    with contextlib.ExitStack() as claims:
+        stage = Stage(target, fingerprint([(source, names)], tmpl, f"lr x{scale} {alpha}"), claims)
+        for _ in watch(map_ahead(functools.partial(reduce, stage=stage), names, threads), len(names)):
+            pass
+        stage.finish(len(names))
+        if settle:
+            stage.settle()
     return [name for name in names if headers[name].height % scale or headers[name].width % scale]
 
 

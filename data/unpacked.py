@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.archives import Archive, Pair, Part
-from data.backends import FolderSource, ImageReader
+from data.backends import FolderSource, ImageReader, natural_key
 from data.cache import map_ahead
 from data.headers import Header
 from data.io import EXTENSIONS, decode
@@ -222,6 +222,11 @@ def _check_names(part: Part, names: list[str], problems: Problems, *, partial: b
     twice = [one for one, count in Counter(stems).items() if count > 1] if part.numbered else []
     if twice:
         problems.add(f"{label}: {len(twice)} names are there twice: {shortened(twice)}")
+    foreign = sorted(_beyond(part, names) - set(odd), key=natural_key)
+    if foreign:
+        _, first, last = part.numbered
+        told = f"{len(foreign)} of {len(names)} are not among the pictures {first} to {last}: {shortened(foreign)}"
+        problems.add(f"{label}: {told}; they belong elsewhere")
     if partial:
         return
     gaps = _gaps(part, stems, os.path.splitext(names[0])[1])
@@ -230,6 +235,15 @@ def _check_names(part: Part, names: list[str], problems: Problems, *, partial: b
     elif part.counts and len(names) not in part.counts:
         right = " or ".join(f"{count:,}" for count in part.counts)
         problems.add(f"{label}: {len(names):,} pictures instead of {right}; {_AGAIN}, or give --partial")
+
+
+def _beyond(part: Part, names: list[str]) -> set[str]:
+    """Names that are none of the numbers of this part."""
+    if not part.numbered:
+        return set()
+    form, first, last = part.numbered
+    own = {form.format(number).lower() for number in range(first, last + 1)}
+    return {name for name in names if stem(name).rpartition("/")[2].lower() not in own}
 
 
 def _gaps(part: Part, stems: list[str], ending: str) -> str:

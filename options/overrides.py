@@ -12,7 +12,10 @@ Place = tuple[str | int, ...]
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return ``raw`` with ``key.sub=value`` applied; values are typed like YAML and never evaluated as code."""
+    """Return ``raw`` with ``key.sub=value`` applied; values are typed like YAML and never evaluated as code.
+
+    ``datasets.<set>=null`` leaves a set of the file out.
+    """
     changed = copy.deepcopy(dict(raw))
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -26,7 +29,11 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             section = section[step]
             if not isinstance(section, dict):
                 raise OptionsError(f"the override {text!r} goes through {step}, which is a value, not a section")
-        section[steps[-1]] = yaml_file.value_of(value, key)
+        given = yaml_file.value_of(value, key)
+        if steps[0] != "datasets" or len(steps) != 2 or given is not None:
+            section[steps[-1]] = given
+        elif section.pop(steps[-1], None) is None:
+            raise OptionsError(f"the override {text!r} leaves out a set that the file does not have")
     return changed
 
 

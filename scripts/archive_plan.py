@@ -155,6 +155,10 @@ class Plan:
             raise DataError(f"{self.chosen.name}: {told}; give --small skip or keep, or another --subimages")
         unit = _UNIT if not (self.grid.size % _UNIT or self.grid.step % _UNIT) else math.lcm(*self.args.scale)
         small = self.grid.over(unit)
+        nothing = [name for found in hr for name, size in found.sizes.items() if min(size) < unit]
+        if nothing and self.grid.small == "keep":
+            told = f"{len(nothing)} pictures are smaller than {unit}: {shortened(nothing)}"
+            raise DataError(f"{self.chosen.name}: {told}; kept whole, in multiples of {unit}, nothing would be left")
         count = sum(len(small.places(h // unit, w // unit)) for h, w in sizes)
         if not count:
             raise DataError(f"no picture of {self.chosen.name} is as large as {self.grid.size}; see --subimages")

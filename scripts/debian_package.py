@@ -5,6 +5,7 @@ copyright file, version 1.0.
 """
 
 import fnmatch
+import http.client
 import os
 import re
 import shutil
@@ -147,8 +148,12 @@ def _from_mirror(url: str, target: Path) -> Path:
             length = answer.headers.get("Content-Length")
         if length and int(length) != partial.stat().st_size:
             raise UserError(f"{url}: {partial.stat().st_size} of {length} bytes came; try again")
+        with open(partial, "rb") as file:
+            # many a network answers everything with a page of its own
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise UserError(f"{url}: what came is no Debian package; see whether --mirror is the root of a mirror")
         os.replace(partial, target)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise UserError(f"cannot download {url}: {reason}; see whether --mirror is the root of a mirror") from error
     finally:

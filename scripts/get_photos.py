@@ -7,6 +7,7 @@ Nothing that exists is written over; the same command goes on where an interrupt
 """
 
 import argparse
+import contextlib
 import csv
 import hashlib
 import io
@@ -15,14 +16,16 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.headers import HeaderError, read_header
 from data.io import decode, encode, read_bytes, remove_alpha, use_one_thread, write_whole
 from data.pairs import Problems
+from models import logbook
 from models.runtime import run
+from models.screen import Screen
 from options.errors import DataError, OptionsError
 from options.registry import nearest
 from scripts.debian_package import Licence, get_package, licence_of, read_files
@@ -143,11 +146,19 @@ def block_mean(image: np.ndarray, factor: int) -> np.ndarray:
 def main(argv: list[str]) -> None:
     """List or fetch."""
     args = _parse(argv)
-    chosen = choose(args.only)
-    if args.list:
-        print(_listing(chosen))
-        return
+    logbook.start_logging()
+    # whoever reads along may leave
+    with contextlib.redirect_stdout(Screen(sys.stdout)):
+        if args.list:
+            print(_listing(choose(args.only)))
+        else:
+            _fetch(args)
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    """Get what is missing, and list the licences of all that is there."""
     use_one_thread()
+    chosen = choose(args.only)
     output, max_side = Path(os.path.expanduser(args.output)), None if args.full else args.max_side
     missing = [photo for photo in chosen if not _is_there(photo, output, max_side)]
     own = args.packages is None
@@ -181,17 +192,33 @@ def _is_there(photo: Photo, output: Path, max_side: int | None) -> bool:
     if not os.path.lexists(path):
         return False
     factor = photo.factor(max_side)
+    data, note = read_bytes(path), output / ".photos" / f"{photo.name}.json"
     try:
-        found = read_header(io.BytesIO(read_bytes(path)))
+        found = read_header(io.BytesIO(data))
     except HeaderError as error:
         raise DataError(f"{path} is no picture ({error}); it is left as it is, remove it") from error
     expected = photo.height // factor, photo.width // factor
-    if (found.height, found.width) != expected or not (output / ".photos" / f"{photo.name}.json").is_file():
+    if (found.height, found.width) != expected or not note.is_file():
         raise DataError(
             f"{path} exists, of {found.height}x{found.width} pixels and not made with these options (that would be "
             f"{expected[0]}x{expected[1]}); it is left as it is, choose another folder with -o"
         )
+    digest = hashlib.sha256(data).hexdigest()
+    # notes of the first days have no digest
+    if digest != (photo.sha256 if max_side is None else _read_note(note).get("stored", digest)):
+        raise DataError(f"{path} is not as it was stored; it is left as it is, move it away or choose another folder")
     return True
+
+
+def _read_note(path: Path) -> dict[str, Any]:
+    """What :func:`_store` noted of a photograph."""
+    try:
+        note = json.loads(read_bytes(path))
+    except ValueError as error:
+        raise DataError(
+            f"{path} is damaged ({error}); remove it and its picture, and give the command again"
+        ) from error
+    return note
 
 
 def _unpack(package: Path, wanted: list[Photo], output: Path, max_side: int | None) -> None:
@@ -228,6 +255,7 @@ def _store(photo: Photo, data: bytes, licence: Licence, *, package: str, output:
         changes = f"reduced from {photo.width} × {photo.height} by {factor}; stored as PNG, without metadata"
     row = {**asdict(photo), "file": photo.target(max_side), "height": height, "width": width, "changes": changes}
     row |= {"holders": licence.holders, "licence": licence.name, "version": version}
+    row["stored"] = hashlib.sha256(data).hexdigest()
     try:
         for folder in (target.parent, output / ".photos"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +269,7 @@ def _store(photo: Photo, data: bytes, licence: Licence, *, package: str, output:
 
 def _write_licences(output: Path) -> None:
     """LICENSES.md of all photographs that the folder has, whichever runs brought them."""
-    rows = [json.loads(read_bytes(path)) for path in sorted((output / ".photos").glob("*.json"))]
+    rows = [_read_note(path) for path in sorted((output / ".photos").glob("*.json"))]
     rows = [row for row in rows if (output / row["file"]).is_file()]
     target = output / "LICENSES.md"
     if target.exists() and not read_bytes(target).startswith(_HEAD.encode()):

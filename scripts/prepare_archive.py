@@ -13,7 +13,7 @@ from pathlib import Path
 from data.archives import ARCHIVES, SCALES, Archive, find_archive
 from data.io import ALPHA_POLICIES
 from data.naming import find_rule
-from data.pairs import Problems
+from data.pairs import Problems, shortened
 from data.prepare import Grid
 from data.unpacked import Downloads, Looked, check_pair, find_parts, look
 from options.errors import DataError, OptionsError
@@ -71,7 +71,7 @@ def archive(args: argparse.Namespace) -> None:
         print(f"{step.what}: {plan.shown(step)}", flush=True)
         step.run()
     print(f"{chosen.name} is ready in {args.output}")
-    print(how_to_train(chosen, args.output, [step.target for step in plan.steps]))
+    print(how_to_train(chosen, args.output, [step.target for step in plan.steps], scale=args.scale[0]))
 
 
 def _table() -> list[str]:
@@ -142,19 +142,24 @@ def _check_reductions(member: Archive, looked: dict[str, Looked], problems: Prob
             hr, lr = looked.get(side.hr), looked.get(side.lr.format(scale))
             if hr is None or lr is None:
                 continue
-            sizes = {os.path.splitext(os.path.basename(name))[0]: size for name, size in lr.sizes.items()}
+            place, way = lr.part.place, "unpack it again, or remove the folder to have it made"
+            wanted = {f"{_own_name(name)}x{scale}" for name in hr.source.names()}
+            there = {_own_name(name) for name in lr.source.names()}
+            if wanted - there:
+                problems.add(f"{place}: {len(wanted - there)} missing: {shortened(sorted(wanted - there))}; {way}")
+            if there - wanted:
+                told = shortened(sorted(there - wanted))
+                problems.add(f"{place}: {len(there - wanted)} without their picture in {hr.part.place}: {told}")
+            sizes = {_own_name(name): size for name, size in lr.sizes.items()}
             for name, (height, width) in hr.sizes.items():
-                own = f"{os.path.splitext(os.path.basename(name))[0]}x{scale}"
-                right = height // scale, width // scale
+                own, right = f"{_own_name(name)}x{scale}", (height // scale, width // scale)
                 if sizes.get(own, right) != right:
                     told = f"{sizes[own][0]}x{sizes[own][1]} and should be {right[0]}x{right[1]}"
-                    problems.add(
-                        f"{lr.part.place}: {own} is {told}; unpack it again, or remove the folder to have it made"
-                    )
-                elif own not in sizes:
-                    problems.add(
-                        f"{lr.part.place}: {own} is missing; unpack it again, or remove the folder to have it made"
-                    )
+                    problems.add(f"{place}: {own} is {told}; {way}")
+
+
+def _own_name(name: str) -> str:
+    return os.path.splitext(os.path.basename(name))[0]
 
 
 def _tell(plan: Plan, output: Path) -> None:

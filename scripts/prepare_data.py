@@ -5,6 +5,7 @@ subimages and lr go on where an interrupted run ended, when the same command is 
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -22,10 +23,12 @@ from data.naming import RULES, Naming, find_rule, pair_by_naming
 from data.pairs import Problems, pair_by_stem, shortened
 from data.prepare import Grid, cut_pairs, cut_subimages, make_lr, pair_names
 from models import logbook, runtime
+from models.screen import Screen
 from options.errors import DataError, OptionsError
 from scripts import prepare_archive
 from scripts.watching import watch
 
+_MOST_WORKERS = 256
 _SUFFIXES = ("{}", "{}x2", "{}x3", "{}x4", "{}x8")
 
 
@@ -34,7 +37,9 @@ def main(argv: list[str]) -> None:
     args = _parse(argv)
     logbook.start_logging()
     use_one_thread()
-    args.run(args)
+    # whoever reads along may leave
+    with contextlib.redirect_stdout(Screen(sys.stdout)):
+        args.run(args)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -240,7 +245,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         added = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         for place in places:
             added.add_argument(place)
-        added.add_argument("--workers", type=_count, default=os.cpu_count() or 1, help="pictures at a time")
+        added.add_argument("--workers", type=_workers, default=os.cpu_count() or 1, help="pictures at a time")
         added.set_defaults(run=run)
         return added
 
@@ -279,6 +284,13 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
+
+
+def _workers(text: str) -> int:
+    if _count(text) > _MOST_WORKERS:
+        # each is a thread, and each holds pictures
+        raise argparse.ArgumentTypeError(f"{text} is above {_MOST_WORKERS}")
+    return int(text)
 
 
 if __name__ == "__main__":

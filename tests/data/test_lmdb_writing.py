@@ -16,6 +16,7 @@ from PIL import Image
 from data import build_loader, lmdb_file
 from data.backends import FolderSource, LmdbSource
 from data.cache import map_ahead
+from data.claim import claimed
 from data.io import decode, encode, read_image, write_image
 from data.lmdb_file import write_lmdb
 from options.errors import DataError, OptionsError
@@ -233,6 +234,11 @@ def test_an_interrupted_database_with_a_mark_goes_on_where_it_ended(tmp_path, no
         file.write('["5", "cut sho')
     with pytest.raises(DataError, match="with other settings or pictures"):
         write_lmdb(source, target, mark="b", threads=1)
+    # interrupted once more, after a line cut short
+    with pytest.raises(DataError, match="gone"):
+        write_lmdb(Breaking(source, 1), target, mark="a", threads=1)
+    with claimed(tmp_path / ".x.lmdb.partial"), pytest.raises(DataError, match="is being made by another process"):
+        write_lmdb(source, target, mark="a", threads=1)
     rest = Breaking(source, 99)
     written = write_lmdb(rest, target, mark="a", threads=1)
     assert written == (6, 6, sum((tmp_path / f"in/{number}.png").stat().st_size for number in range(6)))

@@ -11,6 +11,7 @@ import pytest
 from data import DATASETS
 from data.archives import ARCHIVES
 from data.backends import FolderSource
+from data.claim import claimed
 from data.io import read_image, write_image
 from data.prepare import Grid, crop_starts, cut_subimages, make_lr
 from data.resize import imresize
@@ -166,6 +167,19 @@ def stopped_after(count):
                 raise KeyboardInterrupt
 
     return watch
+
+
+@pytest.mark.parametrize("command", [("subimages", "--size", "16", "--step", "16"), ("lr", "--scale", "2")])
+def test_what_another_process_makes_is_left_to_it(pictures, tmp_path, tool, command):
+    name, *arguments = command
+    given = (name, pictures("in", a=(32, 32, 3)), tmp_path / "out", *arguments)
+    (tmp_path / ".out.partial").mkdir()
+    with claimed(tmp_path / ".out.partial"):
+        code, printed = tool(*given)
+        assert code == 3
+        assert "is being made by another process; wait for it" in printed
+    # a process that was killed before it wrote anything leaves such a folder
+    assert tool(*given)[0] == 0
 
 
 def test_an_interrupted_run_goes_on_where_it_ended(pictures, tmp_path, tool):

@@ -181,6 +181,12 @@ def test_a_malformed_override_is_told(load_file, right, text):
         load_file(right, text)
 
 
+def test_an_override_can_leave_a_set_out(load_file, right):
+    assert list(load_file(right, "datasets.val=null").datasets) == ["train"]
+    with pytest.raises(OptionsError, match="vla=null' leaves out a set that the file does not have"):
+        load_file(right, "datasets.vla=null")
+
+
 def test_an_override_can_add_a_section(load_file, right):
     options = load_file(right, "datasets.val_2.type=DownsampleImageDataset", "datasets.val_2.dataroot_gt=x")
     assert options.datasets["val_2"].arguments()["dataroot_gt"] == "x"

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import io
 import lzma
+import socketserver
 import tarfile
 import threading
 from pathlib import Path
@@ -186,6 +187,53 @@ def test_a_package_comes_from_a_mirror_and_is_not_kept(archive, tool, monkeypatc
     assert code == 0, printed
     assert len(pictures(archive / "out")) == 3
     assert not (archive / "out/.packages").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"hello", "hello"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nxx", "IncompleteRead"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nxx", "2 of 9 bytes came"),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>please log in</html>", "what came is no Debian package"),
+    ],
+    ids=["no-http", "cut-chunk", "cut", "a-page"],
+)
+def test_what_is_no_mirror_is_told_once_and_leaves_nothing(archive, tool, monkeypatch, answer, told):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(10_000)
+            self.request.sendall(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        code, printed = tool("--mirror", f"http://127.0.0.1:{server.server_address[1]}", packages=archive / "got")
+        thread.join()
+    assert code == 1
+    assert printed.count(told) == 1
+    assert "Traceback" not in printed
+    assert not list((archive / "got").iterdir())
+
+
+def test_a_photograph_that_was_changed_since_is_not_passed_off_as_the_original(archive, tool):
+    assert tool()[0] == 0
+    path = archive / "out/val/b.png"
+    stored = path.read_bytes()
+    write_image(path, 255 - read_image(path))
+    changed = path.read_bytes()
+    code, printed = tool()
+    assert code == 3
+    assert "val/b.png is not as it was stored; it is left as it is" in printed
+    assert path.read_bytes() == changed
+    path.write_bytes(stored)
+    assert tool()[0] == 0
+    (archive / "out/.photos/b.json").write_text("{")
+    code, printed = tool()
+    assert code == 3
+    assert "b.json is damaged" in printed
 
 
 def test_without_apt_the_ways_out_are_named(archive, tool, monkeypatch):
