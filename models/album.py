@@ -13,8 +13,8 @@ from options.errors import UserError
 from options.schema import Options
 
 logger = logging.getLogger("pellucid")
-# shorter side of the small pictures in the tables, at least, where the picture has as many
-THUMBNAIL = 64
+# shorter side of the small pictures in the tables, at least, where the picture has as many pixels; longer side at most
+THUMBNAIL, LONGEST = 64, 256
 
 
 class Album:
@@ -80,10 +80,12 @@ def reduced(picture: np.ndarray) -> np.ndarray:
         picture: uint8 ``(h, w, c)``.
 
     Returns:
-        uint8 ``(h // k, w // k, c)``.
+        uint8 ``(h // k, w // k, c)``; of a side that would have more than 256, the middle.
     """
     h, w, c = picture.shape
     k = max(min(h, w) // THUMBNAIL, 1)
-    rows, columns = h // k, w // k
-    squares = picture[: rows * k, : columns * k].reshape(rows, k, columns, k, c)
+    rows, columns = min(h // k, LONGEST), min(w // k, LONGEST)
+    top, left = (h - rows * k) // 2, (w - columns * k) // 2
+    middle = picture[top : top + rows * k, left : left + columns * k]
+    squares = middle.reshape(rows, k, columns, k, c)
     return np.rint(squares.mean(axis=(1, 3))).astype(np.uint8)

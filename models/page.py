@@ -27,6 +27,8 @@ from options.schema import Options
 logger = logging.getLogger("pellucid")
 NAME = "index.html"
 _CURVES = '<section id="curves" aria-labelledby="curves-title"><h2 id="curves-title">Curves</h2>'
+_SCORES = '<section id="scores" aria-labelledby="scores-title"><h2 id="scores-title">Scores</h2>'
+_READING = "Rounded for reading; the full value shows under the pointer. A click on a heading sorts."
 _KINDS = {"test": "Test", "training": "Training", "comparison": "Comparison"}
 
 
@@ -111,7 +113,7 @@ def render(made: Record, folder: Path, *, budget: int = BUDGET) -> str:
         "notice": _notice(made),
         "headlines": page_tables.headlines(made),
         "viewer": _template("page_viewer.html") if seen else "",
-        "tables": page_tables.tables(made),
+        "scores": _scores(made, sources),
         "curves": f"{_CURVES}{page_curves.curves(made.curve)}</section>" if made.curve else "",
         "runs": "The run" if len(made.networks) == 1 else "The runs",
         "facts": _facts(made),
@@ -140,6 +142,15 @@ def _notice(made: Record) -> str:
         return ""
     entries = "".join(f"<li>{text(entry)}</li>" for entry in made.left_out)
     return f'<div class="notice" role="note"><p>Only a part is shown. Left out:</p><ul>{entries}</ul></div>'
+
+
+def _scores(made: Record, sources: Sources) -> str:
+    if not made.sets:
+        # a training that has not been validated yet
+        return ""
+    are_scored = any(any(entry.means) for entry in made.sets)
+    reading = f'<p class="remark">{_READING}</p>' if are_scored else ""
+    return f"{_SCORES}{page_tables.tables(made, sources.looks())}{reading}</section>"
 
 
 def _facts(made: Record) -> str:

@@ -32,7 +32,8 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> str:
     validations = [row for row in rows if row.get("kind") == "val" and {"set", "scores"} <= row.keys()]
     charts = [_scores(label, validations) for label in dict.fromkeys(k for row in validations for k in row["scores"])]
     losses = {label: _points(steps, label) for label in dict.fromkeys(k for row in steps for k in row if k[:2] == "l_")}
-    charts.append(_Chart("loss", losses, logarithmic=all(y > 0 for line in losses.values() for _, y in line)))
+    finite = [y for line in losses.values() for _, y in line if math.isfinite(y)]
+    charts.append(_Chart("loss", losses, logarithmic=min(finite, default=0) > 0))
     charts.append(_Chart("learning rate", {"learning rate": _points(steps, "lr")}))
     iterations = [row["iter"] for row in (*steps, *validations)]
     span = (min(iterations), max(iterations)) if iterations else (0, 1)
@@ -56,7 +57,8 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
 def _thinned(line: Points) -> Points:
     k = -(-len(line) // MOST)
     groups = [line[start : start + k] for start in range(0, len(line), k)] if k > 1 else [[point] for point in line]
-    return [(math.fsum(x for x, _ in g) / len(g), math.fsum(y for _, y in g) / len(g)) for g in groups]
+    # not fsum, which refuses infinities of both signs
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
 def _figure(chart: _Chart, span: tuple[float, float]) -> str:
@@ -77,6 +79,8 @@ def _figure(chart: _Chart, span: tuple[float, float]) -> str:
     k = -(-max(map(len, chart.lines.values())) // MOST)
     scale = " (logarithmic)" if chart.logarithmic else ""
     scale += f", each point the mean of {k} neighbouring lines of the log" if k > 1 else ""
+    gaps = sum(not math.isfinite(y) for line in (*chart.lines.values(), *chart.dashed.values()) for _, y in line)
+    scale += f", {gaps} {'value is' if gaps == 1 else 'values are'} infinite or NaN and left out" if gaps else ""
     return (
         f"<figure><figcaption><b>{text(chart.title)}</b> over iterations{scale}{legend}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(spoken)}">{"".join(parts)}</svg></figure>'
@@ -96,8 +100,10 @@ class _Axis:
     ) -> None:
         self._logarithmic = logarithmic
         low, high = self._scaled(low), self._scaled(high)
-        # a single value has a middle, but no span
-        room = (high - low) * margin or (0.0 if high > low else abs(high) * 0.05 or 0.5)
+        size = max(abs(low), abs(high))
+        # a single value has a middle, but no span; nor has one that differs by the rounding of its means
+        has_span = high - low > 1e-9 * size
+        room = (high - low) * margin if has_span else size * 0.05 or 0.5
         self.low, self.high = low - room, high + room
         self._start, self._end = start, end
 

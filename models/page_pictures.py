@@ -1,12 +1,14 @@
 """The pictures of a page: in it while they are few, beside it as files where they are many."""
 
+import base64
 import json
+import mimetypes
 import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from models.page_tables import data_uri, decimals_of, number
+from models.page_tables import Look, decimals_of, number
 from models.record import Record, Shown, ShownSet
 
 # bytes of picture files that a page holds; a browser opens the resulting 21 MiB at once, and mail still takes them
@@ -17,7 +19,7 @@ class Sources:
     """Where a page takes its pictures from.
 
     Set by set, in order: all pictures of a set go into the page if they fit into what is left of ``budget``, or else
-    none of them, and the page links to their files. The small pictures of the tables are in the page always.
+    none of them, and the page links to their files, the small ones of the tables too.
 
     Args:
         record: what is shown.
@@ -35,10 +37,13 @@ class Sources:
         self.linked: list[str] = []
         self.missing: list[Path] = []
         left = budget
+        self._there: set[Path] = set()
         for entry in record.sets:
             files = {path for shown in entry.pictures for _, _, path in self._files(entry, shown)}
-            self.missing += sorted(path for path in files if not path.is_file())
-            size = sum(path.stat().st_size for path in files if path.is_file())
+            there = {path for path in files if path.is_file()}
+            self._there |= there
+            self.missing += sorted(files - there)
+            size = sum(path.stat().st_size for path in there)
             if files and size <= left:
                 left -= size
                 self.embedded.append(entry.name)
@@ -48,6 +53,10 @@ class Sources:
     def content(self) -> list[dict[str, Any]]:
         """What the viewer knows of each picture, in the order of the tables' rows."""
         return [self._picture(entry, shown) for entry in self._record.sets for shown in entry.pictures]
+
+    def looks(self) -> list[Look]:
+        """How the tables show each picture, in the order of their rows."""
+        return [self._look(entry, shown) for entry in self._record.sets for shown in entry.pictures]
 
     def remarks(self) -> list[str]:
         """What the reader must know of where the pictures are."""
@@ -75,21 +84,38 @@ class Sources:
     def _picture(self, entry: ShownSet, shown: Shown) -> dict[str, Any]:
         sources = []
         for key, label, path in self._files(entry, shown):
-            if path.is_file():
-                source = data_uri(path) if entry.name in self.embedded else link(path, self._folder)
-                sources.append({"key": key, "label": label, "src": source, "scores": _scores(entry, shown, key)})
+            if path in self._there:
+                source = self._address(entry, path)
+                sources.append({"key": key, "label": label, "src": source, "scores": self._scores(entry, shown, key)})
         h, w = shown.size or (0, 0)
         # before restoration: what was restored, or at another size what would else enlarge it
         before = "input" if self._record.scale == 1 else "baseline"
         return {"set": entry.name, "name": shown.name, "h": h, "w": w, "before": before, "sources": sources}
 
+    def _look(self, entry: ShownSet, shown: Shown) -> Look:
+        small = shown.others.get("thumbnail")
+        address = self._address(entry, small) if small is not None and small.is_file() else ""
+        files = [(key, path) for key, _, path in self._files(entry, shown) if path in self._there]
+        # the result, where there is one
+        files.sort(key=lambda file: not file[0].startswith("output"))
+        return Look(address, link(files[0][1], self._folder) if files else "")
 
-def _scores(entry: ShownSet, shown: Shown, key: str) -> str:
-    kind, _, place = key.partition("-")
-    # a baseline without a picture of its own is the input as it is
-    judged = "baseline" if "baseline" in shown.others else "input"
-    own = shown.scores[int(place)] if kind == "output" else shown.baseline if kind == judged else {}
-    return ", ".join(f"{label} {number(value, decimals_of(label, entry))}" for label, value in own.items())
+    def _address(self, entry: ShownSet, path: Path) -> str:
+        return link(path, self._folder) if entry.name in self.linked else data_uri(path)
+
+    def _scores(self, entry: ShownSet, shown: Shown, key: str) -> str:
+        kind, _, place = key.partition("-")
+        # not by the files: one that could not be written must not leave its score to the input
+        is_input = entry.baseline == "input" or (entry.baseline == "bicubic" and self._record.scale == 1)
+        judged = "input" if is_input else "baseline"
+        own = shown.scores[int(place)] if kind == "output" else shown.baseline if kind == judged else {}
+        return ", ".join(f"{label} {number(value, decimals_of(label, entry))}" for label, value in own.items())
+
+
+def data_uri(path: Path) -> str:
+    """A picture file as a ``data:`` address."""
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def link(path: Path, folder: Path) -> str:

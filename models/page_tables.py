@@ -3,13 +3,10 @@
 All that comes from outside, names above all, goes through :func:`text`.
 """
 
-import base64
 import html
 import math
-import mimetypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from models.record import Record, Shown, ShownSet
 
@@ -32,6 +29,19 @@ class _Column:
     is_gain: bool = False
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a row shows its picture.
+
+    Attributes:
+        thumbnail: address of the small picture; empty without one.
+        link: address of the picture where no script runs; empty where there is nothing that the viewer could show.
+    """
+
+    thumbnail: str = ""
+    link: str = ""
+
+
 def text(value: str) -> str:
     """Any string as the text of an element or a quoted attribute."""
     return html.escape(value, quote=True)
@@ -49,17 +59,21 @@ def number(value: float, decimals: int, *, signed: bool = False) -> str:
 
 
 def decimals_of(label: str, entry: ShownSet) -> int:
-    """Three where the metric reaches 2 (decibels), four otherwise (0..1)."""
-    means = [*entry.means, entry.baseline_means]
-    values = [abs(own[label]) for own in means if math.isfinite(own.get(label, math.nan))]
-    return 3 if max(values, default=0) >= 2 else 4
+    """Three where the metric reaches 2 in the mean, be it infinitely (decibels), four otherwise (0..1)."""
+    values = [abs(own.get(label, math.nan)) for own in (*entry.means, entry.baseline_means)]
+    return 3 if any(value >= 2 for value in values) else 4
 
 
-def tables(record: Record) -> str:
-    """A table for each set that has pictures with scores, or at least means."""
+def tables(record: Record, looks: Sequence[Look] = ()) -> str:
+    """A table for each set that has pictures with scores, or at least means.
+
+    Args:
+        looks: of all pictures, set by set; empty shows none.
+    """
     place, parts = 0, []
+    looks = looks or [Look()] * sum(len(entry.pictures) for entry in record.sets)
     for entry in record.sets:
-        parts.append(_table(record, entry, place))
+        parts.append(_table(record, entry, place, looks[place : place + len(entry.pictures)]))
         place += len(entry.pictures)
     return "\n".join(parts)
 
@@ -106,8 +120,10 @@ def _columns(record: Record, entry: ShownSet) -> list[_Column]:
             one, other = value(label, scores, baseline), base(label, scores, baseline)
             if one is None or other is None:
                 return None
-            # two that equal the ground truth differ by nothing
-            return 0.0 if one == other else one - other
+            if one != other:
+                return one - other
+            # two pictures that equal the ground truth differ by nothing; two means with such ones, by who knows what
+            return math.nan if math.isinf(one) and scores is entry.means else 0.0
 
         return difference
 
@@ -133,26 +149,30 @@ def _tone(gain: float, label: str, entry: ShownSet) -> str:
     return "up" if (gain > 0) == (entry.better.get(label, "higher") == "higher") else "down"
 
 
-def _table(record: Record, entry: ShownSet, first: int) -> str:
+def _table(record: Record, entry: ShownSet, first: int, looks: Sequence[Look]) -> str:
     columns = _columns(record, entry)
     labels = list(entry.protocol)
     heading = f'<h3 id="{_anchor(first, entry)}">{text(entry.name)}</h3>'
     if not any(entry.means) and not entry.pictures:
         return f"{heading}<p>No pictures were judged.</p>"
     if not any(entry.means):
-        why = "Without ground truth" if entry.protocol else "No metric was asked for"
+        none = "No metric was computed in one way" if len(record.networks) > 1 else "No metric was asked for"
+        why = "Without ground truth" if entry.protocol else none
         remark, labels = f"<p>{why}, so there are no scores.</p>", []
     else:
         remark = ""
     groups = "".join(_group(label, entry, len(columns)) for label in labels)
     heads = "".join(_head(column, label, column is columns[0]) for label in labels for column in columns)
-    rows = "".join(_row(shown, first + place, labels, columns, entry) for place, shown in enumerate(entry.pictures))
+    rows = []
+    for place, (shown, look) in enumerate(zip(entry.pictures, looks, strict=True), start=first):
+        cells = _cells(labels, columns, entry, shown.scores, shown.baseline)
+        rows.append(f'<tr><th scope="row" data-value="{text(shown.name)}">{_name(shown, place, look)}</th>{cells}</tr>')
     mean = _cells(labels, columns, entry, entry.means, entry.baseline_means)
     foot = f'<tfoot><tr><th scope="row">mean of {entry.count}</th>{mean}</tr></tfoot>' if labels else ""
     return (
         f'{heading}{remark}<div class="scroll" role="region" tabindex="0" aria-labelledby="{_anchor(first, entry)}">'
         f"<table><thead><tr><td></td>{groups}</tr><tr>{_sorter('picture', 'picture', 'name')}{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody>{foot}</table></div>"
+        f"<tbody>{''.join(rows)}</tbody>{foot}</table></div>"
     )
 
 
@@ -179,24 +199,11 @@ def _sorter(title: str, spoken: str, kind: str) -> str:
     return f'<th scope="col" class="{kind}" aria-sort="none">{button}</th>'
 
 
-def _row(shown: Shown, place: int, labels: list[str], columns: list[_Column], entry: ShownSet) -> str:
-    name = text(shown.name)
-    if any(shown.outputs):
-        name = f'<a href="#picture-{place}" data-picture="{place}">{_thumbnail(shown)}<span>{name}</span></a>'
-    cells = _cells(labels, columns, entry, shown.scores, shown.baseline)
-    return f'<tr><th scope="row" data-value="{text(shown.name)}">{name}</th>{cells}</tr>'
-
-
-def _thumbnail(shown: Shown) -> str:
-    path = shown.others.get("thumbnail")
+def _name(shown: Shown, place: int, look: Look) -> str:
     # an empty description: the name stands beside it
-    return f'<img src="{data_uri(path)}" alt="">' if path is not None and path.is_file() else ""
-
-
-def data_uri(path: Path) -> str:
-    """A picture file as a ``data:`` address."""
-    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    small = f'<img src="{text(look.thumbnail)}" alt="" loading="lazy">' if look.thumbnail else ""
+    name = f"{small}<span>{text(shown.name)}</span>"
+    return f'<a href="{text(look.link)}" data-picture="{place}">{name}</a>' if look.link else f"<div>{name}</div>"
 
 
 def _cells(

@@ -57,7 +57,7 @@ class ShownSet:
         baseline: what was judged beside the networks, or None.
         means: of each network, label -> mean over the pictures.
         baseline_means: the same of the baseline.
-        pictures: in the order of the set; empty for a training, which keeps means only.
+        pictures: in the order of the set; those of a training have scores and no files.
         count: how many pictures were judged.
     """
 

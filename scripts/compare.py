@@ -12,8 +12,8 @@ out. The files of large sets are not copied: the page shows those in the given f
 """
 
 import argparse
+import math
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,14 @@ def main(argv: list[str]) -> None:
     args = _parse(argv)
     logbook.start_logging()
     target = args.out / page.NAME
+    places = [folder.resolve() for folder in args.folders]
+    twice = [str(folder) for folder, place in zip(args.folders, places, strict=True) if places.count(place) > 1]
+    if twice:
+        raise OptionsError(f"{', '.join(twice)}: the same folder was given twice")
+    if args.out.resolve() in places:
+        raise OptionsError(
+            f"-o {args.out} is one of the compared folders, whose own page would be lost: choose another"
+        )
     if target.exists() and not args.force:
         raise OptionsError(f"{target} exists: choose another folder for -o, or give --force to replace it")
     records = [_load(folder) for folder in args.folders]
@@ -38,7 +46,7 @@ def main(argv: list[str]) -> None:
     if differences and not args.common:
         listed = "\n  ".join(differences)
         raise DataError(f"these results cannot be compared as a whole:\n  {listed}\n--common shows what they share")
-    if not any(entry.pictures for entry in merged.sets):
+    if not merged.sets:
         raise DataError("these results have no picture in common: " + "; ".join(differences))
     merged.left_out = differences
     blind = [name for name, made in zip(names, records, strict=True) if not _has_pictures(made)]
@@ -69,10 +77,7 @@ def _names(folders: list[Path], records: list[Record]) -> list[str]:
     """What each network is called: by its run, and where two runs have one name by the folder."""
     titles = [made.title for made in records]
     if len(set(titles)) < len(titles):
-        titles = [str(folder) for folder in folders]
-    twice = [title for title, count in Counter(titles).items() if count > 1]
-    if twice:
-        raise OptionsError(f"{', '.join(twice)} was given twice")
+        return [str(folder) for folder in folders]
     return titles
 
 
@@ -89,7 +94,9 @@ def _merge(records: list[Record], names: list[str], differences: list[str]) -> R
         if without:
             differences.append(f"the set {label} is missing in {', '.join(without)}")
         else:
-            sets.append(_merge_sets({name: own[label] for name, own in found.items()}, differences))
+            merged = _merge_sets({name: own[label] for name, own in found.items()}, differences)
+            # else there is no more to say of it than the differences do
+            sets += [merged] if merged.pictures else []
     facts, options = [made.facts[0] for made in records], [made.options[0] for made in records]
     remarks = [remark for made in records for remark in made.remarks]
     title = " and ".join(names) if len(names) == 2 else f"{len(names)} networks"
@@ -139,7 +146,8 @@ def _merge_pictures(
 
 
 def _merge_one(shown: list[Shown], labels: list[str], *, keep_baseline: bool) -> Shown:
-    first = shown[0]
+    # the first that kept pictures, or else they would be missing for all
+    first = next((own for own in shown if own.others), shown[0])
 
     def chosen(scores: dict[str, float]) -> dict[str, float]:
         return {label: scores[label] for label in labels if label in scores}
@@ -148,11 +156,12 @@ def _merge_one(shown: list[Shown], labels: list[str], *, keep_baseline: bool) ->
     outputs = [own.outputs[0] for own in shown]
     scores = [chosen(own.scores[0]) for own in shown]
     size = next((own.size for own in shown if own.size), None)
-    return Shown(first.name, scores, chosen(first.baseline) if keep_baseline else {}, size, outputs, others)
+    baseline = chosen(shown[0].baseline) if keep_baseline else {}
+    return Shown(first.name, scores, baseline, size, outputs, others)
 
 
 def _are_equal(kind: str, shown: dict[str, Shown]) -> bool:
-    """Whether all have the same picture, or none; the first of those that kept none counts for nothing."""
+    """Whether all that kept a picture of this kind kept the same."""
     files = [own.others[kind] for own in shown.values() if kind in own.others]
     if not files:
         return True
@@ -167,7 +176,8 @@ def _are_equal(kind: str, shown: dict[str, Shown]) -> bool:
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:
     rows = [row for row in rows if row]
-    return {label: sum(row[label] for row in rows) / len(rows) for label in (rows[0] if rows else {})}
+    # as the runs themselves do, to the last digit
+    return {label: math.fsum(row[label] for row in rows) / len(rows) for label in (rows[0] if rows else {})}
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -257,14 +257,28 @@ def test_pictures_beside_the_page_are_shown_whatever_their_names_and_said_to_be_
     assert (folder / "index.html").stat().st_size < 200_000
     tab.open(folder / "index.html")
     assert "keep its folder together" in tab.text("footer")
+    assert tab.evaluate("[...document.querySelectorAll('tbody img')].every((image) => image.naturalWidth > 0)")
     np.testing.assert_array_equal(seen(tab, "right"), picture(results[0], ODD, "output"))
     files = [url for url in tab.requests() if url.startswith("file:")]
-    assert len(files) == 3  # the page and what is chosen, none of the others
+    # the page, the small pictures and what is chosen, none of the others
+    assert len([url for url in files if not url.endswith("_thumbnail.jpg")]) == 3
     assert tab.complaints() == []
 
     shutil.rmtree(folder / "visualization")
     tab.open(folder / "index.html")
     assert "still beside this page" in tab.text("#failed")
+
+    # written without them, the page offers what is left
+    for path in (folder / "page/photos").glob("cup 9_[gib]*.png"):
+        path.unlink()
+    page.write_page(folder / "index.html", record.load(folder))
+    tab.open(folder / "index.html")
+    links = "[...document.querySelectorAll('tbody tr')].map((row) => row.querySelectorAll('a').length)"
+    assert tab.evaluate(links) == [1, 0, 1, 1]
+    tab.click("tbody tr:nth-child(3) a")
+    assert tab.evaluate("document.querySelector('#pane-right img').alt") == "cup 10, ground truth"
+    # those of the page whose files were gone
+    assert set(tab.complaints()) == {"Failed to load resource: net::ERR_FILE_NOT_FOUND"}
 
 
 def test_light_and_dark_follow_the_system_until_they_are_chosen(opened):
@@ -292,11 +306,22 @@ def test_nothing_moves_by_itself_where_motion_is_not_wanted_and_paper_is_white(o
     assert opened.evaluate("getComputedStyle(document.querySelector('.bar')).display") == "none"
 
 
-def test_a_phone_scrolls_in_one_direction(opened):
-    opened.resize(360, 740)
-    assert opened.evaluate("document.documentElement.scrollWidth") == 360
-    assert opened.evaluate("document.querySelector('.scroll').scrollWidth > 360")
-    assert opened.box("#stage")[2] == 360 - 32
+@pytest.mark.parametrize("width", [320, 360])
+def test_a_phone_scrolls_in_one_direction(opened, width):
+    opened.resize(width, 740)
+    opened.choose("#right", "difference-output-0")
+    assert opened.evaluate("document.documentElement.scrollWidth") == width
+    assert opened.evaluate(f"document.querySelector('.scroll').scrollWidth > {width}")
+    assert opened.box("#stage")[2] == width - 32
+
+
+def test_paper_shows_whole_tables(opened):
+    # the width of A4 between its margins
+    opened.resize(718, 1000)
+    over = "(() => { const e = document.querySelector('.scroll'); return e.scrollWidth - e.clientWidth; })()"
+    assert opened.evaluate(over) > 0
+    opened.media(kind="print")
+    assert opened.evaluate(over) <= 0
 
 
 def test_the_options_in_force_can_be_read_and_copied(opened, results):

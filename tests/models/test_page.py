@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 import pytest
 
-from models import home, page, page_tables, record
+from models import home, page, page_curves, page_tables, record
 from models.album import reduced
 from models.page_pictures import Sources, as_script, link
 from models.record import Record, Shown, ShownSet
@@ -191,6 +191,24 @@ def test_a_picture_that_equals_the_ground_truth_gains_nothing_over_another_that_
     assert cells(html, "a") == ["NaN", "1.0000", "NaN"]
 
 
+def test_nothing_is_said_of_scores_where_there_are_none():
+    unscored = make_set([Shown("a")], protocol={}, means=[{}], baseline_means={})
+    for sets, titled, explained in (((unscored,), 1, 0), ((), 0, 0), ((unscored, make_set([Shown("a")])), 1, 1)):
+        html = page.render(make_record(*sets), Path())
+        assert html.count('<section id="scores"') == titled
+        assert html.count("Rounded for reading") == explained
+
+
+def test_infinite_means_are_in_decibels_and_say_nothing_of_the_gain():
+    pictures = [Shown("a", [{"m": math.inf}], {"m": math.inf}), Shown("b", [{"m": 28.0}], {"m": 29.5})]
+    made = make_record(make_set(pictures, means=[{"m": math.inf}], baseline_means={"m": math.inf}))
+    html = page_tables.tables(made)
+    assert cells(html, "b") == ["28.000", "29.500", "−1.500"]
+    foot = re.sub("<[^>]*>", " ", html.partition("<tfoot>")[2]).split()
+    assert foot == ["mean", "of", "2", "∞", "∞", "NaN"]
+    assert "±0" not in page_tables.headlines(made)
+
+
 @pytest.mark.parametrize(("better", "tone"), [("higher", "up"), ("lower", "down")])
 def test_a_gain_looks_good_where_it_is(better, tone):
     html = page_tables.tables(make_record(make_set([Shown("a", [{"m": 2.0}], {"m": 1.0})], better={"m": better})))
@@ -210,6 +228,35 @@ def test_every_name_is_escaped_wherever_it_stands():
     assert html.count("&lt;script&gt;&quot;&amp;&#x27;") >= 10
 
 
+# curves
+
+
+def ticks(html):
+    return [float(value.replace("−", "-")) for value in re.findall(r'text-anchor="end">([^<]*)<', html)]
+
+
+@pytest.mark.parametrize(("steady", "bad"), [(True, False), (False, False), (True, True), (False, True)])
+def test_the_axis_of_a_curve_spans_its_finite_values(steady, bad):
+    rows = [{"kind": "train", "iter": i, "l_pix": 0.1 if steady else 1.0 + i % 2} for i in range(1, 1401)]
+    for row, spoilt in zip(rows[100:], [math.inf, -math.inf, math.nan] if bad else [], strict=False):
+        row["l_pix"] = spoilt
+    html = page_curves.curves(rows)
+    found = ticks(html)
+    # a constant has values around it, as different as they are many
+    assert len(set(found)) == len(found) >= 3
+    assert min(found) <= (0.1 if steady else 2)
+    assert max(found) >= (0.1 if steady else 1)
+    assert ("3 values are infinite or NaN" in html) == bad
+    assert "(logarithmic)" in html
+    assert not re.search(r'="[^"]*(nan|inf)', html)
+
+
+def test_a_training_that_knows_no_finite_loss_still_has_its_page():
+    html = page_curves.curves([{"kind": "train", "iter": 1, "lr": 1e-3, "l_pix": math.inf}])
+    assert html.count("<figure>") == 2
+    assert "1 value is infinite or NaN" in html
+
+
 # files
 
 
@@ -227,10 +274,37 @@ def test_sets_go_into_the_page_while_they_fit_and_are_linked_as_a_whole_where_no
     assert "two would make this page too large" in " ".join(sources.remarks())
 
 
+@pytest.mark.parametrize(
+    ("baseline", "scale", "judged"),
+    [("input", 1, True), ("bicubic", 1, True), ("bicubic", 2, False), ("stretch", 1, False)],
+)
+def test_the_input_has_the_score_of_the_baseline_only_where_they_are_the_same(tmp_path, baseline, scale, judged):
+    # as where the file of the baseline could not be written
+    (tmp_path / "in.png").write_bytes(b"")
+    shown = Shown("a", [{"m": 2.0}], {"m": 1.0}, others={"input": tmp_path / "in.png"})
+    made = make_record(make_set([shown], baseline=baseline))
+    made.scale = scale
+    (source,) = Sources(made, tmp_path).content()[0]["sources"]
+    assert source["scores"] == ("m 1.0000" if judged else "")
+
+
 def test_files_that_are_not_there_are_counted_and_not_offered(tmp_path):
     sources = Sources(make_record(make_set([Shown("a", outputs=[tmp_path / "gone.png"])])), tmp_path)
     assert sources.content()[0]["sources"] == []
     assert any("1 picture file" in remark and "gone.png" in remark for remark in sources.remarks())
+
+
+def test_rows_lead_to_what_is_there_and_only_there(tmp_path):
+    for name in ("a.png", "b_gt.png", "b.jpg"):
+        (tmp_path / name).write_bytes(b"0")
+    whole = Shown("a", outputs=[tmp_path / "a.png"], size=(1, 1))
+    lacking = Shown("b", outputs=[tmp_path / "b.png"], size=(1, 1), others={"gt": tmp_path / "b_gt.png"})
+    gone = Shown("c", outputs=[tmp_path / "c.png"], size=(1, 1), others={"thumbnail": tmp_path / "b.jpg"})
+    made = make_record(make_set([whole, lacking, gone]))
+    for budget, small in ((99, "data:image/jpeg;base64,MA=="), (0, "b.jpg")):
+        html = page.render(made, tmp_path, budget=budget)
+        assert re.findall(r'<a href="([^"]*)" data-picture="(.)">', html) == [("a.png", "0"), ("b_gt.png", "1")]
+        assert re.findall(r'<img src="([^"]*)"', html) == [small]
 
 
 def test_a_link_is_an_address_for_any_name(tmp_path):
@@ -249,3 +323,10 @@ def test_a_small_picture_is_the_mean_of_squares():
     assert small.shape == (65, 100, 3)
     assert small[3, 5, 1] == round(picture[6:8, 10:12, 1].mean())
     assert reduced(picture[:5, :7]).shape == (5, 7, 3)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_a_long_strip_the_small_picture_is_the_middle(turned):
+    strip = np.random.default_rng(0).integers(0, 256, (40, 1000, 3), dtype=np.uint8)
+    small = reduced(strip.transpose(1, 0, 2) if turned else strip)
+    np.testing.assert_array_equal(small.transpose(1, 0, 2) if turned else small, strip[:, 372:628])

@@ -1,5 +1,6 @@
 """Which results are compared, and what is said of those that are not."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -133,9 +134,14 @@ def test_results_without_pictures_are_compared_by_what_they_say_and_the_page_tel
     for shown in made.sets[0].pictures:
         shown.others, shown.outputs, shown.size = {}, [None], None
     record.save(other, made)
-    code, printed = run(one, other)
-    assert code == 0, printed
-    assert "B kept no pictures" in (tmp_path / "out/index.html").read_text()
+    for order in ((one, other), (other, one)):
+        code, printed = run(*order, "--force")
+        assert code == 0, printed
+        html = (tmp_path / "out/index.html").read_text()
+        assert "B kept no pictures" in html
+        # what one of them has is shown for both
+        assert "ground truth" in html
+        assert html.count("data:image/png") == 2 * 4
 
 
 def test_an_option_file_is_answered_with_the_command_to_run(make, run):
@@ -165,6 +171,48 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(make, run, tmp_path):
     code, printed = run(make("x/net", title="net"), make("y/net", title="net"))
     assert code == 0, printed
     assert f"photos: {tmp_path / 'x/net'}: psnr" in printed
-    code, printed = run(make("z", title="z"), tmp_path / "z", "--force")
-    assert code == 2
-    assert "given twice" in printed
+
+
+def test_one_folder_is_not_compared_with_itself_however_it_is_written(make, run, tmp_path):
+    one, other = make("z"), make("other")
+    for again in (one, tmp_path / "other/../z"):
+        code, printed = run(one, other, again)
+        assert code == 2
+        assert "given twice" in printed
+
+
+def test_the_page_of_a_compared_run_is_not_overwritten_even_by_force(make, tmp_path, capfd):
+    one, other = make("A"), make("B")
+    (other / "index.html").write_text("its own page")
+    assert runtime.run(compare.main, [str(one), str(other), "-o", str(tmp_path / "A/../B"), "--force"]) == 2
+    assert "one of the compared folders" in capfd.readouterr().err
+    assert (other / "index.html").read_text() == "its own page"
+
+
+def test_means_are_those_of_the_runs_to_the_last_digit(make, run, tmp_path):
+    # whose plain sum is rounded otherwise
+    values = [0.1, 0.2, 0.3]
+    folders = [make(name, pictures=tuple("abc")) for name in "AB"]
+    for folder in folders:
+        made = record.load(folder)
+        for shown, value in zip(made.sets[0].pictures, values, strict=True):
+            shown.scores = [{"psnr": value}]
+        record.save(folder, made)
+    assert run(*folders)[0] == 0
+    assert sum(values) != math.fsum(values)
+    foot = (tmp_path / "out/index.html").read_text().partition("<tfoot>")[2]
+    assert f'data-value="{math.fsum(values) / 3!r}"' in foot
+
+
+def test_sets_and_metrics_without_anything_in_common_are_told_as_such(make, run, tmp_path):
+    one = make("A", sets=("photos", "more"))
+    other = make("B", sets=("photos", "more"), protocol={"psnr": "RGB"})
+    made = record.load(other)
+    made.sets[1].pictures = made.sets[1].pictures[:0]
+    record.save(other, made)
+    code, printed = run(one, other, "--common")
+    assert code == 0, printed
+    html = (tmp_path / "out/index.html").read_text()
+    assert "No metric was computed in one way" in html
+    assert "No pictures were judged" not in html
+    assert "more/a is missing in B" in html
