@@ -18,9 +18,11 @@ _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 _JPEG_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _JPEG_STANDALONE = {0x01, *range(0xD0, 0xD9)}
 _JPEG_FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# tag of a TIFF: what its fourth sample means, 1 for colours multiplied by it, 2 for such that are not
+EXTRA_SAMPLES = 338
 _TIFF_TYPES = {1: "B", 3: "H", 4: "I", 16: "Q"}
 # what cv2 decodes
-_LONGEST_SIDE, _MOST_PIXELS = 1 << 20, 1 << 30
+LONGEST_SIDE, MOST_PIXELS = 1 << 20, 1 << 30
 # of deflate, by its format; a pixel takes one bit at least
 _PNG_PIXELS_PER_BYTE = 1032 * 8
 # what reading numbers out of damaged bytes runs into
@@ -41,6 +43,7 @@ class Header:
         channels: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha.
         depth: bits per sample after decoding, 8 or 16.
         transparent: the grey value that stands for "transparent" in a PNG without an alpha channel, as decoded.
+        multiplied: True for a TIFF whose colours are stored multiplied by its alpha channel.
     """
 
     format: str
@@ -49,6 +52,7 @@ class Header:
     channels: int
     depth: int
     transparent: int | None = None
+    multiplied: bool = False
 
     @property
     def alpha(self) -> bool:
@@ -73,8 +77,8 @@ def read_header(file: BinaryIO) -> Header:
         raise HeaderError("the header is damaged or cut short") from error
     if header.height < 1 or header.width < 1:
         raise HeaderError(f"the header gives a size of {header.height}x{header.width}")
-    if max(header.height, header.width) > _LONGEST_SIDE or header.height * header.width > _MOST_PIXELS:
-        limits = f"{_LONGEST_SIDE} along a side, {_MOST_PIXELS} in all"
+    if max(header.height, header.width) > LONGEST_SIDE or header.height * header.width > MOST_PIXELS:
+        limits = f"{LONGEST_SIDE} along a side, {MOST_PIXELS} in all"
         raise HeaderError(f"{header.height}x{header.width} pixels by its header; at most {limits} can be read")
     if header.depth not in (8, 16):
         raise HeaderError(f"{header.depth} bits per sample; 8 and 16 can be read")
@@ -270,11 +274,11 @@ def _webp_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
 
 
 def _read_tiff(file: BinaryIO) -> Header:
-    tags, following = _tiff_tags(file)
+    tags, following = tiff_tags(file)
     seen = set()
     while following and following not in seen:
         seen.add(following)
-        further, following = _tiff_tags(file, following)
+        further, following = tiff_tags(file, following)
         # a small copy of the picture (bit 0) or a mask of it (bit 2) may follow
         if not further.get(254, (0,))[0] & 5:
             raise HeaderError("a TIFF of several pages; save the page you want as a file of its own")
@@ -285,18 +289,15 @@ def _read_tiff(file: BinaryIO) -> Header:
         raise HeaderError(
             f"a TIFF with {samples} samples of photometric kind {photometric}; grey, RGB and RGBA are read"
         )
+    if depth == 16 and samples > 1 and tags.get(284, (1,))[0] != 1:
+        # cv2 takes the values of one colour for those of all
+        raise HeaderError("a TIFF of 16 bits with a plane for each colour; save it with interleaved colours")
     channels = 3 if photometric == 3 else samples
-    return Header("tiff", tags[257][0], tags[256][0], channels, 8 if depth == 1 else depth)
+    multiplied = channels == 4 and tags.get(EXTRA_SAMPLES, (0,))[0] == 1
+    return Header("tiff", tags[257][0], tags[256][0], channels, 8 if depth == 1 else depth, multiplied=multiplied)
 
 
-def _tiff_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
-    tags, _ = _tiff_tags(file)
-    offsets, counts = (273, 279) if 273 in tags else (324, 325)
-    ends = [offset + count for offset, count in zip(tags[offsets], tags[counts], strict=True)]
-    return "the file is cut short" if max(ends) > size else None
-
-
-def _tiff_tags(file: BinaryIO, start: int | None = None) -> tuple[dict[int, tuple[int, ...]], int]:
+def tiff_tags(file: BinaryIO, start: int | None = None) -> tuple[dict[int, tuple[int, ...]], int]:
     """The integer tags of the picture that ``start`` points to (None: the first), and where the next one is, or 0."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -324,3 +325,29 @@ def _tiff_tags(file: BinaryIO, start: int | None = None) -> tuple[dict[int, tupl
             file.seek(back)
         tags[tag] = struct.unpack(pattern, raw[:length])
     return tags, _unpack(file, end + word)[0]
+
+
+def set_tiff_tag(data: bytes, tag: int, value: int) -> bytes:
+    """The same TIFF with another number, up to 65535, in an integer tag of its first picture; unchanged without it."""
+    end, big = ("<" if data[:2] == b"II" else ">"), b"+" in data[2:4]
+    word, size = ("Q", 20) if big else ("I", 12)
+    try:
+        (start,) = struct.unpack_from(end + word, data, 8 if big else 4)
+        (count,) = struct.unpack_from(end + ("Q" if big else "H"), data, start)
+        start += 8 if big else 2
+        for place in range(start, start + size * count, size):
+            found, kind = struct.unpack_from(f"{end}HH", data, place)
+            if found == tag and kind in (3, 4):
+                number = struct.pack(end + _TIFF_TYPES[kind], value)
+                place += size - (8 if big else 4)
+                return data[:place] + number + data[place + len(number) :]
+    except struct.error:
+        pass
+    return data
+
+
+def _tiff_damage(file: BinaryIO, size: int, thorough: bool) -> str | None:
+    tags, _ = tiff_tags(file)
+    offsets, counts = (273, 279) if 273 in tags else (324, 325)
+    ends = [offset + count for offset, count in zip(tags[offsets], tags[counts], strict=True)]
+    return "the file is cut short" if max(ends) > size else None

@@ -5,18 +5,20 @@ orientation is not applied, so that the two sides of a training pair can never b
 ``upright=True`` applies it for people's photographs.
 """
 
+import errno
 import io
 import os
 import struct
 import uuid
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
 import cv2
 import numpy as np
 
-from data.headers import Header, HeaderError, find_damage, read_header
+from data.headers import EXTRA_SAMPLES, Header, HeaderError, find_damage, read_header, set_tiff_tag
 from options.errors import DataError, OptionsError
 from options.registry import nearest
 
@@ -57,11 +59,15 @@ def decode(data: bytes, label: str = "the picture", *, upright: bool = False) ->
     flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
     if upright and header.format == "jpeg":
         flags = cv2.IMREAD_ANYCOLOR | cv2.IMREAD_ANYDEPTH
+    if header.format == "tiff" and header.channels == 4:
+        # otherwise libtiff multiplies colours of 8 bits by the alpha channel
+        data = set_tiff_tag(data, EXTRA_SAMPLES, 0)
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
         if image is None:
             raise DataError(f"cannot read {label}: the {header.format} data are damaged")
-        return _to_rgb(image, header, label)
+        image = _to_rgb(image, header, label)
+        return _divided(image) if header.multiplied else image
     except (cv2.error, MemoryError) as error:
         size = f"{header.height}x{header.width} pixels"
         full = isinstance(error, MemoryError) or error.code == cv2.Error.StsNoMem
@@ -141,17 +147,44 @@ def write_image(path: str | os.PathLike, image: np.ndarray, *, quality: int | No
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there completely or not at all."""
+def write_whole(
+    path: Path, data: bytes, *, replace: bool = True, settle: Callable[[os.stat_result], None] | None = None
+) -> None:
+    """Write a file so that it is there completely or not at all.
+
+    Args:
+        replace: take the place of what is there.
+        settle: called with the file's facts when it is complete and does not stand in its place yet.
+
+    Raises:
+        FileExistsError: something is there, and ``replace`` is off.
+    """
     partial = path.with_name(f".{path.name[:64]}.{uuid.uuid4().hex[:12]}")
     try:
         with open(partial, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if settle is not None:
+            settle(partial.stat())
+        if not replace and _linked(partial, path):
+            return
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _linked(partial: Path, path: Path) -> bool:
+    """Give a file a name that nothing has; False where the file system cannot, and nothing had it just now."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        return False
+    return True
 
 
 def has_used_alpha(image: np.ndarray) -> bool:
@@ -241,6 +274,14 @@ def _to_rgb(image: np.ndarray, header: Header, label: str) -> np.ndarray:
     if image.shape[2] == 1:
         return image
     return cv2.cvtColor(image, cv2.COLOR_BGR2RGB if image.shape[2] == 3 else cv2.COLOR_BGRA2RGBA)
+
+
+def _divided(image: np.ndarray) -> np.ndarray:
+    """RGBA whose colours are multiplied by alpha -> as other files store it."""
+    top = np.iinfo(image.dtype).max
+    factor = np.float32(top) / np.maximum(image[..., 3:], 1, dtype=np.float32)
+    colors = np.floor(image[..., :3] * factor + np.float32(0.5)).clip(max=top).astype(image.dtype)
+    return np.concatenate([colors, image[..., 3:]], axis=2)
 
 
 def _grey_alpha_png(image: np.ndarray) -> bytes:

@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image, TiffImagePlugin
 
 from data import exif as exif_data
-from data.headers import HeaderError, read_header
+from data.headers import Header, HeaderError, read_header, set_tiff_tag, tiff_tags
 
 _EXIF, _ICC = b"Exif\0\0", b"ICC_PROFILE\0"
-_APP0, _APP1, _APP2, _SCAN = 0xE0, 0xE1, 0xE2, 0xDA
+_APP0, _APP1, _APP2, _APP13, _SCAN = 0xE0, 0xE1, 0xE2, 0xED, 0xDA
 _FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SEGMENT = 65533
 # colour without a profile, and the pixels' size on paper
@@ -29,6 +29,19 @@ _STORED = {254, 255, 256, 257, 258, 259, 262, 263, 266, 273, 274, 277, 278, 279,
 _STORED |= {320, 321, 322, 323, 324, 325, 330, 332, 333, 334, 336, 338, 339, 340, 341, 342, 347, 512, 513, 514, 519}
 _STORED |= {520, 521, 529, 530, 531, 532, 700, 33723, 34377, 37724}
 _TIFF_ICC, _TIFF_ORIENTATION = 34675, 274
+# entries of EXIF data that point to further ones: the camera's, of the place, and inside the first of the colour space
+_DIRECTORIES, _INTEROPERABILITY = (0x8769, 0x8825), 0xA005
+# what a picture looks like that says nothing about its colour: the curve and primaries of sRGB
+_USUAL = {
+    (b"gAMA", struct.pack(">I", 45455)),
+    (b"cHRM", struct.pack(">8I", 31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000)),
+    (b"cICP", b"\x01\x0d\x00\x01"),
+}
+# descriptions that are not carried over, by how they begin or which tag of a TIFF they have
+_XMP, _IPTC = b"http://ns.adobe.com/xap/1.0/\0", b"Photoshop 3.0\0"
+_TIFF_OTHERS = {700: "XMP", 33723: "IPTC"}
+_EXIF_DAMAGED = "its EXIF data are damaged and were left out"
+_SOME_DAMAGED = "some of its EXIF data or colour profile is damaged and was left out"
 _DAMAGED = (struct.error, LookupError, ValueError, zlib.error, OverflowError, TypeError, SyntaxError, OSError, Warning)
 
 
@@ -42,6 +55,7 @@ class Metadata:
         chunks: of a PNG file, (kind, content) of the blocks about colour and the pixels' size on paper.
         orientation: how the stored pixels are to be turned, 1 (not at all) to 8.
         inks: True for a CMYK JPEG.
+        others: kinds of descriptions that are not taken along: "XMP", "IPTC", "text".
         damaged: words about what could not be read, or empty.
     """
 
@@ -50,21 +64,23 @@ class Metadata:
     chunks: tuple[tuple[bytes, bytes], ...] = ()
     orientation: int = 1
     inks: bool = False
+    others: frozenset[str] = frozenset()
     damaged: str = ""
 
 
 def read_metadata(data: bytes) -> Metadata:
     """What the file with these bytes carries; nothing for other formats than PNG, JPEG, WebP and TIFF.
 
-    A damaged block does not hide the others; ``damaged`` says that there was one.
+    A damaged block does not hide the others, save for those behind it in a TIFF, whose orientation is always found;
+    ``damaged`` says that there was one.
     """
     reader = _READERS.get(_kind(data))
-    found: dict = {}
+    found: dict = {"others": frozenset()}
     if reader is not None:
         try:
             reader(data, found)
         except _DAMAGED:
-            found["damaged"] = "some of its EXIF data or colour profile is damaged and was left out"
+            found["damaged"] = _SOME_DAMAGED
     if found.get("exif"):
         found["exif"] = found["exif"].removeprefix(_EXIF)
         found.setdefault("orientation", exif_data.orientation(found["exif"]))
@@ -73,18 +89,7 @@ def read_metadata(data: bytes) -> Metadata:
 
 def as_stored(data: bytes) -> bytes:
     """The same file without a TIFF's orientation, which decoders may apply without being asked to."""
-    if _kind(data) != "tiff" or data[2:4] in (b"+\0", b"\0+"):
-        return data
-    end = "<" if data[:2] == b"II" else ">"
-    try:
-        (start,) = struct.unpack_from(f"{end}I", data, 4)
-        (count,) = struct.unpack_from(f"{end}H", data, start)
-        for place in range(start + 2, start + 2 + 12 * count, 12):
-            if struct.unpack_from(f"{end}H", data, place)[0] == _TIFF_ORIENTATION:
-                return data[: place + 8] + struct.pack(f"{end}H", 1) + data[place + 10 :]
-    except struct.error:
-        pass
-    return data
+    return set_tiff_tag(data, _TIFF_ORIENTATION, 1) if _kind(data) == "tiff" else data
 
 
 def turn_upright(image: np.ndarray, orientation: int) -> np.ndarray:
@@ -106,19 +111,45 @@ def put_metadata(data: bytes, metadata: Metadata) -> tuple[bytes, list[str]]:
     Returns:
         The new file, and what it cannot hold, in words.
     """
-    header, left = read_header(io.BytesIO(data)), [metadata.damaged] if metadata.damaged else []
-    exif = metadata.exif
+    header = read_header(io.BytesIO(data))
+    exif, icc, left = _fitting(metadata, header)
+    writer, name = _WRITERS.get(header.format), header.format.upper()
+    if writer is None:
+        held = " and ".join(name for name, value in (("EXIF data", exif), ("colour profile", icc)) if value)
+        return data, [*left, f"{name} cannot hold its {held}"] if held else left
+    chunks = metadata.chunks if header.format == "png" else ()
+    if not (exif or icc or chunks):
+        return data, left
+    try:
+        return writer(data, exif, icc, chunks), left
+    except (*_DAMAGED, AttributeError):
+        # only TIFF is written value by value, and not every value is what its type says
+        return writer(data, None, icc, chunks), [*left, _EXIF_DAMAGED]
+
+
+def _fitting(metadata: Metadata, header: Header) -> tuple[bytes | None, bytes | None, list[str]]:
+    """EXIF data and profile as a picture with this header takes them, and what is left out, in words."""
+    exif, icc, name = metadata.exif, metadata.icc, header.format.upper()
+    left = [metadata.damaged] if metadata.damaged else []
+    left += [f"its {' and '.join(sorted(metadata.others))} data were left out"] if metadata.others else []
     if exif:
         exif = exif_data.adapted(exif, header.height, header.width)
-        left += [] if exif else ["its EXIF data are damaged and were left out"]
+        left += [] if exif else [_EXIF_DAMAGED]
     if header.format == "jpeg" and exif and len(exif) + len(_EXIF) > _SEGMENT:
         left, exif = [*left, f"its {len(exif)} bytes of EXIF data do not fit into a JPEG and were left out"], None
-    writer = _WRITERS.get(header.format)
-    if writer is None:
-        held = " and ".join(name for name, value in (("EXIF data", exif), ("colour profile", metadata.icc)) if value)
-        return data, [*left, f"{header.format.upper()} cannot hold its {held}"] if held else left
-    chunks = metadata.chunks if header.format == "png" else ()
-    return (writer(data, exif, metadata.icc, chunks) if exif or metadata.icc or chunks else data), left
+    if header.format == "tiff" and exif and _tiff_tags(exif)[1]:
+        left.append("some of its EXIF data are damaged and were left out")
+    if icc and icc[16:20] == b"GRAY" and header.channels > 2:
+        left, icc = [*left, f"its colour profile is for grey pictures, which {name} does not know"], None
+    lost = [] if header.format == "png" else _lost_colour(metadata)
+    left += [f"{name} cannot hold its {' and '.join(lost)}, so its colours may look otherwise"] if lost else []
+    return exif, icc, left
+
+
+def _lost_colour(metadata: Metadata) -> list[str]:
+    """The blocks of a PNG without which its colours look otherwise; a profile stands for all but the first."""
+    kinds = (b"cICP",) if metadata.icc else (b"cICP", b"cHRM", b"gAMA")
+    return [kind.decode() for kind, content in metadata.chunks if kind in kinds and (kind, content) not in _USUAL]
 
 
 def _kind(data: bytes) -> str:
@@ -143,16 +174,22 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _read_jpeg(data: bytes, found: dict) -> None:
-    parts = {}
+    parts, count = {}, 0
     for marker, _, content in _segments(data):
         if marker == _APP1 and content.startswith(_EXIF):
             found.setdefault("exif", content)
+        elif marker == _APP1 and content.startswith(_XMP):
+            found["others"] |= {"XMP"}
+        elif marker == _APP13 and content.startswith(_IPTC) and b"8BIM\x04\x04" in content:
+            found["others"] |= {"IPTC"}
         elif marker == _APP2 and content.startswith(_ICC):
-            parts[content[len(_ICC)]] = content[len(_ICC) + 2 :]
+            parts[content[len(_ICC)]], count = content[len(_ICC) + 2 :], content[len(_ICC) + 1]
         elif marker in _FRAMES:
             found["inks"] = content[5] == 4
-    if parts:
-        found["icc"] = b"".join(parts[number] for number in sorted(parts))
+    if sorted(parts) == list(range(1, count + 1)):
+        found["icc"] = b"".join(parts[number] for number in sorted(parts)) or None
+    else:
+        found["damaged"] = _SOME_DAMAGED
 
 
 def _write_jpeg(data: bytes, exif: bytes | None, icc: bytes | None, _: tuple) -> bytes:
@@ -176,10 +213,15 @@ def _read_png(data: bytes, found: dict) -> None:
         if kind == b"eXIf":
             found["exif"] = content
         elif kind == b"iCCP":
-            packed = content[content.index(b"\0") + 2 :]
-            found["icc"] = zlib.decompressobj().decompress(packed, _LARGEST_PROFILE)
+            try:
+                packed = content[content.index(b"\0") + 2 :]
+                found["icc"] = zlib.decompressobj().decompress(packed, _LARGEST_PROFILE)
+            except (ValueError, zlib.error):
+                found["damaged"] = _SOME_DAMAGED
         elif kind in _PNG_KEPT:
             chunks.append((kind, content))
+        elif kind in (b"tEXt", b"zTXt", b"iTXt"):
+            found["others"] |= {"XMP" if content.startswith(b"XML:com.adobe.xmp\0") else "text"}
     found["chunks"] = tuple(chunks)
 
 
@@ -205,6 +247,8 @@ def _read_webp(data: bytes, found: dict) -> None:
     for kind, content in _riff(data):
         if kind in (b"EXIF", b"ICCP"):
             found["exif" if kind == b"EXIF" else "icc"] = content
+        elif kind == b"XMP ":
+            found["others"] |= {"XMP"}
 
 
 def _write_webp(data: bytes, exif: bytes | None, icc: bytes | None, _: tuple) -> bytes:
@@ -221,18 +265,14 @@ def _write_webp(data: bytes, exif: bytes | None, icc: bytes | None, _: tuple) ->
 
 
 def _read_tiff(data: bytes, found: dict) -> None:
-    with warnings.catch_warnings():
-        # Pillow reads damaged directories as far as they go
-        warnings.simplefilter("error")
-        _read_tiff_tags(data, found)
-
-
-def _read_tiff_tags(data: bytes, found: dict) -> None:
-    tags = _tiff_tags(data)
-    icc = tags.get(_TIFF_ICC)
-    if icc:
-        found["icc"] = bytes(icc)
-    found["orientation"] = value if (value := tags.get(_TIFF_ORIENTATION, 1)) in range(1, 9) else 1
+    # by itself, as damage elsewhere must not leave a picture lying on its side
+    turned = tiff_tags(io.BytesIO(data))[0].get(_TIFF_ORIENTATION, (1,))[0]
+    found["orientation"] = turned if turned in range(1, 9) else 1
+    tags, damaged = _tiff_tags(data)
+    if damaged:
+        found["damaged"] = _SOME_DAMAGED
+    found["icc"] = bytes(tags[_TIFF_ICC]) if tags.get(_TIFF_ICC) else None
+    found["others"] |= {name for tag, name in _TIFF_OTHERS.items() if tag in tags}
     for tag in [tag for tag in tags if tag in _STORED | {_TIFF_ICC}]:
         del tags[tag]
     if tags:
@@ -242,10 +282,11 @@ def _read_tiff_tags(data: bytes, found: dict) -> None:
 def _write_tiff(data: bytes, exif: bytes | None, icc: bytes | None, _: tuple) -> bytes:
     added = TiffImagePlugin.ImageFileDirectory_v2(data[:8])
     if exif:
-        tags = _tiff_tags(exif)
-        for tag in tags:
-            if tag not in _STORED:
-                added[tag] = tags.get_ifd(tag) if tag in (0x8769, 0x8825) else tags[tag]
+        tags, _ = _tiff_tags(exif)
+        for tag in [tag for tag in tags if tag not in _STORED]:
+            added[tag] = dict(tags.get_ifd(tag)) if tag in _DIRECTORIES else tags[tag]
+            if tag in _DIRECTORIES and _INTEROPERABILITY in added[tag]:
+                added[tag][_INTEROPERABILITY] = tags.get_ifd(_INTEROPERABILITY)
     if icc:
         added.tagtype[_TIFF_ICC] = 7
         added[_TIFF_ICC] = icc
@@ -267,10 +308,18 @@ def _entries(data: bytes, start: int, end: str) -> list[bytes]:
     return [data[start + 2 + 12 * i :][:12] for i in range(count)]
 
 
-def _tiff_tags(data: bytes) -> Image.Exif:
+def _tiff_tags(data: bytes) -> tuple[Image.Exif, bool]:
+    """The tags of a TIFF or of EXIF data, and whether some are damaged and missing from them."""
     tags = Image.Exif()
-    tags.load(data)
-    return tags
+    with warnings.catch_warnings(record=True) as told:
+        # Pillow reads damaged directories as far as they go
+        warnings.simplefilter("always")
+        tags.load(data)
+        for directory in [tag for tag in tags if tag in _DIRECTORIES]:
+            tags.get_ifd(directory)
+        # values are looked at when they are asked for
+        dict(tags)
+    return tags, bool(told)
 
 
 _READERS = {"jpeg": _read_jpeg, "png": _read_png, "webp": _read_webp, "tiff": _read_tiff}

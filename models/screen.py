@@ -23,7 +23,7 @@ class Screen:
     def write(self, text: str) -> int:
         """Returns the length of ``text``, written or not."""
         try:
-            self._stream.write(text)
+            self._write(text)
         except OSError as error:
             self._lose(error)
         return len(text)
@@ -34,6 +34,14 @@ class Screen:
             self._stream.flush()
         except OSError as error:
             self._lose(error)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            # a letter that the terminal does not know, or the name of a file that is no text
+            encoding = self._stream.encoding
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

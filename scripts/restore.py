@@ -7,6 +7,7 @@ out upright; 16-bit pictures stay so, grey ones grey, transparent ones transpare
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -46,8 +47,11 @@ def entry() -> int:
     # folders called data or models may lie where the command is given
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     _parse(sys.argv[1:])
-    from models import runtime
-
+    try:
+        from models import runtime
+    except KeyboardInterrupt:
+        # PyTorch takes seconds to load
+        return 130
     return runtime.run(main, sys.argv[1:])
 
 
@@ -82,10 +86,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--force", action="store_true", help="write over what exists")
     add("--dry_run", "--dry-run", action="store_true", help="say what would be done, and write nothing")
-    args = parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(_without_dashes(argv))
     if args.overlap is not None and args.tile != "auto" and args.overlap >= args.tile:
         parser.error(f"--overlap {args.overlap} leaves nothing of --tile {args.tile}")
     return args
+
+
+def _without_dashes(argv: list[str]) -> list[str]:
+    """What follows ``--`` as names that no option looks like; argparse loses it between options and names."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place] + [os.path.join(".", name) if name.startswith("-") else name for name in argv[place + 1 :]]
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:

@@ -60,7 +60,7 @@ def plan_jobs(
         OptionsError: two pictures would be written to one file, or ``output`` does not fit the inputs.
         DataError: something does not exist, or there are no pictures.
     """
-    found, others = _find(inputs, recursive)
+    found, others, closed = _find(inputs, recursive)
     single = _single_file(output, found, kind)
     if single is not None:
         jobs = [Job(found[0].path, single, single.parent, kept=False)]
@@ -73,23 +73,24 @@ def plan_jobs(
         raise DataError(f"no pictures found in {', '.join(inputs)}: all lie in the folder of results")
     _refuse_collisions(jobs)
     told = [f"{sum(others.values())} other files were left aside ({_counts(others)})"] if others else []
+    told += [f"{folder} was left aside, as it cannot be looked into: {reason}" for folder, reason in closed.items()]
     again = len(found) - len(jobs)
     if again:
         told.append(f"{again} pictures in the folder of results were left aside")
     return jobs, told
 
 
-def _find(inputs: Sequence[str], recursive: bool) -> tuple[list[_Found], Counter[str]]:
-    """Every picture once, in the order of the inputs; and the extensions of other files in folders."""
+def _find(inputs: Sequence[str], recursive: bool) -> tuple[list[_Found], Counter[str], dict[str, str]]:
+    """Every picture once, in the order of the inputs; extensions of other files; folders that are closed, and why."""
     found: dict[str, _Found] = {}
     others: Counter[str] = Counter()
-    missing = []
+    missing, closed = [], {}
     for given in inputs:
         paths = list(_expand(given))
         missing += [] if paths else [given]
         for path in paths:
-            if path.is_dir():
-                listed = _listed(path, recursive)
+            if os.path.isdir(path):
+                listed = _listed(path, recursive, closed)
                 others.update(extension for extension in (_extension(p) for p in listed) if extension not in EXTENSIONS)
                 pictures = [_Found(p, path, False) for p in listed if _extension(p) in EXTENSIONS]
             else:
@@ -98,25 +99,32 @@ def _find(inputs: Sequence[str], recursive: bool) -> tuple[list[_Found], Counter
                 found.setdefault(os.path.realpath(one.path), one)
     if missing:
         raise DataError("no such file or folder: " + ", ".join(missing))
+    for given in [given for given in inputs if str(Path(os.path.expanduser(given))) in closed]:
+        raise DataError(f"cannot look into {given}: {closed[str(Path(os.path.expanduser(given)))]}")
     if not found:
         hint = "" if recursive else "; --recursive looks into folders inside folders"
         kinds = ", ".join(EXTENSIONS)
         raise DataError(f"no pictures ({kinds}) found in {', '.join(inputs)}{hint}")
-    return list(found.values()), others
+    return list(found.values()), others, closed
 
 
 def _expand(given: str) -> Iterator[Path]:
     path = Path(os.path.expanduser(given))
-    if path.exists() or not glob.has_magic(given):
-        yield from [path] if path.exists() else []
+    # os.path, as Path raises where a name is too long or a folder closed
+    if os.path.exists(path) or not glob.has_magic(given):
+        yield from [path] if os.path.exists(path) else []
         return
     yield from (Path(match) for match in sorted(glob.glob(str(path), recursive=True), key=natural_key))
 
 
-def _listed(folder: Path, recursive: bool) -> list[Path]:
-    """The files of a folder in natural order, hidden ones left out."""
+def _listed(folder: Path, recursive: bool, closed: dict[str, str]) -> list[Path]:
+    """The files of a folder in natural order, hidden ones left out; what cannot be looked into is put down, and why."""
     listed = []
-    for where, folders, files in os.walk(folder):
+
+    def note(error: OSError) -> None:
+        closed[str(error.filename)] = error.strerror or str(error)
+
+    for where, folders, files in os.walk(folder, onerror=note):
         folders[:] = [name for name in folders if recursive and not name.startswith(".")]
         listed += [Path(where) / name for name in files if not name.startswith(".")]
     return sorted(listed, key=lambda path: natural_key(str(path)))
@@ -129,10 +137,11 @@ def _extension(path: Path) -> str:
 def _single_file(output: str | None, found: list[_Found], kind: str) -> Path | None:
     """``output`` where it names a file and not a folder."""
     path = None if output is None else Path(os.path.expanduser(output))
-    if path is None or path.is_dir() or _extension(path) not in EXTENSIONS:
+    if path is None or os.path.isdir(path) or _extension(path) not in EXTENSIONS:
         return None
     if len(found) > 1 or not found[0].named:
-        raise OptionsError(f"-o {output} names one file, but {len(found)} pictures were given; name a folder")
+        given = f"{len(found)} pictures were" if len(found) > 1 else f"the folder {found[0].root} was"
+        raise OptionsError(f"-o {output} names one file, but {given} given; name a folder")
     if kind != "same":
         raise OptionsError(f"-o {output} says the format by its extension; leave --format out")
     return path
@@ -140,7 +149,7 @@ def _single_file(output: str | None, found: list[_Found], kind: str) -> Path | N
 
 def _refuse_file(base: Path | None) -> None:
     for path in [] if base is None else [base, *base.parents]:
-        if path.exists() and not path.is_dir():
+        if os.path.exists(path) and not os.path.isdir(path):
             kinds = ", ".join(EXTENSIONS)
             raise OptionsError(f"-o {base}: {path} is a file and no picture; name a folder, or a file with {kinds}")
 

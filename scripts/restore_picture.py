@@ -1,5 +1,6 @@
 """One picture of scripts.restore: read, restored, written."""
 
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,8 +9,18 @@ import numpy as np
 import torch
 
 from data.alpha import enlarge_alpha, spread_colors
-from data.headers import Header, HeaderError, read_header
-from data.io import convert_color, decode, encode, has_used_alpha, read_bytes, remove_alpha, to_float, write_whole
+from data.headers import LONGEST_SIDE, MOST_PIXELS, Header, HeaderError, read_header
+from data.io import (
+    EXTENSIONS,
+    convert_color,
+    decode,
+    encode,
+    has_used_alpha,
+    read_bytes,
+    remove_alpha,
+    to_float,
+    write_whole,
+)
 from data.metadata import Metadata, as_stored, put_metadata, read_metadata, turn_upright
 from models.infer import TileMemory, restore, seen_pixels
 from models.samples import to_samples
@@ -22,8 +33,8 @@ from scripts.restore_network import Restorer
 _BEGINNING = 1 << 20
 _DEEP = (".png", ".tif", ".tiff")
 _OPAQUE = (".jpg", ".jpeg", ".bmp")
-# how long a side may be, by extension
-_LONGEST = {".jpg": 65500, ".jpeg": 65500, ".webp": 16383}
+# how long a side may be, by extension; libpng takes no more
+_LONGEST = {".jpg": 65500, ".jpeg": 65500, ".webp": 16383, ".png": 1_000_000}
 
 
 @dataclass
@@ -69,12 +80,15 @@ def look(job: Job, scale: int) -> tuple[Header, tuple[int, int]]:
         DataError: it cannot be read, is of a kind that cannot be restored, or its result would be too large for the
             kind of file.
     """
+    if os.path.exists(job.source) and not os.path.isfile(job.source):
+        # a pipe would be waited for
+        raise DataError(f"cannot read {job.name}: it is no file")
     try:
         with open(job.source, "rb") as file:
             header = read_header(file)
             file.seek(0)
-            # what matters here stands at the beginning, but for TIFF
-            metadata = read_metadata(file.read() if header.format == "tiff" else file.read(_BEGINNING))
+            # what matters here stands at the beginning, but for these
+            metadata = read_metadata(file.read() if header.format in ("tiff", "webp") else file.read(_BEGINNING))
     except HeaderError as error:
         raise DataError(f"cannot read {job.name}: {error}{_way_out(error)}") from error
     except OSError as error:
@@ -83,12 +97,21 @@ def look(job: Job, scale: int) -> tuple[Header, tuple[int, int]]:
         way = "save it as RGB in an editor that knows its colour profile"
         raise DataError(f"{job.name} is a CMYK JPEG, whose inks would become wrong colours; {way}")
     size = (header.height, header.width) if metadata.orientation < 5 else (header.width, header.height)
-    extension = job.target.suffix.lower()
-    longest = _LONGEST.get(extension)
-    if longest is not None and max(size) * scale > longest:
-        text = f"its result has {shown(size, scale)} pixels, and a {extension} file at most {longest} along a side"
-        raise DataError(f"{job.name}: {text}; take --format png or tiff")
+    _check_target(job, size, scale)
     return header, size
+
+
+def _check_target(job: Job, size: tuple[int, int], scale: int) -> None:
+    extension, result = job.target.suffix.lower(), f"its result has {shown(size, scale)} pixels"
+    if extension not in EXTENSIONS:
+        kind = f"{extension} file" if extension else "file without extension"
+        raise DataError(f"{job.name}: no {kind} can be written; take --format png, jpg, webp or tiff")
+    longest = _LONGEST.get(extension, LONGEST_SIDE)
+    if max(size) * scale > longest:
+        way = "take --format png or tiff" if longest < 100_000 else "cut the picture"
+        raise DataError(f"{job.name}: {result}, and a {extension} file at most {longest} along a side; {way}")
+    if size[0] * size[1] * scale**2 > MOST_PIXELS:
+        raise DataError(f"{job.name}: {result}, and at most {MOST_PIXELS} can be written; cut the picture")
 
 
 class Pictures:
@@ -104,16 +127,20 @@ class Pictures:
         self._memory = TileMemory()
         self._channels = getattr(restorer.network, "in_channels", None) or 3
         self._gauge = Gauge(restorer, self._channels)
-        self.device = restorer.device
+        self.device, self.force = restorer.device, args.force
 
-    def restore(self, job: Job, progress: Callable[[float], None]) -> Outcome:
+    def restore(
+        self, job: Job, progress: Callable[[float], None], *, settle: Callable[[os.stat_result], None]
+    ) -> Outcome:
         """Read, restore and write one picture whole.
 
         Args:
             progress: called with the share that is done, 0..1.
+            settle: see :func:`data.io.write_whole`.
 
         Raises:
             DataError: the picture cannot be read, restored or written.
+            FileExistsError: the result came into being meanwhile, and ``--force`` is not given.
         """
         picture, notes = self._read(job)
         height, width = picture.image.shape[:2]
@@ -123,7 +150,7 @@ class Pictures:
             notes.append(f"in tiles of {tile}")
         depth = picture.image.dtype.type if job.target.suffix.lower() in _DEEP else np.uint8
         samples = self._run(job, picture, depth, tile, progress)
-        notes += self._write(job, samples, picture.metadata)
+        notes += self._write(job, samples, picture.metadata, settle)
         return Outcome(job, "restored", (height, width), samples.shape[:2], notes=notes)
 
     def seconds_for(self, size: tuple[int, int]) -> float | None:
@@ -215,15 +242,19 @@ class Pictures:
         larger = enlarge_alpha(alpha, self._restorer.scale)
         return np.concatenate([samples, larger if larger.dtype == depth else _narrowed(larger)], axis=2)
 
-    def _write(self, job: Job, samples: np.ndarray, metadata: Metadata) -> list[str]:
+    def _write(
+        self, job: Job, samples: np.ndarray, metadata: Metadata, settle: Callable[[os.stat_result], None]
+    ) -> list[str]:
         extension = job.target.suffix.lower()
         if samples.shape[2] == 2 and extension != ".png":
             samples = samples[..., [0, 0, 0, 1]]
         data, left_out = put_metadata(encode(samples, extension, quality=self._args.quality), metadata)
         try:
             job.target.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(job.target, data)
+            write_whole(job.target, data, replace=self.force, settle=settle)
         except OSError as error:
+            if isinstance(error, FileExistsError) and os.path.lexists(job.target):
+                raise
             raise DataError(f"cannot write {job.target}: {error.strerror or error}") from error
         return left_out
 

@@ -1,5 +1,6 @@
 """All pictures of one call of scripts.restore, one after the other: what is to do, progress, summary, exit code."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,7 +20,7 @@ from scripts.restore_inputs import Job
 from scripts.restore_memory import GIB, PeakMemory
 from scripts.restore_network import Restorer
 from scripts.restore_picture import Outcome, Pictures, look, shown
-from scripts.restore_record import Record
+from scripts.restore_record import Record, stamp, stamp_of
 from scripts.restore_watch import Watch
 
 # what changes the pixels of a result, beside the network
@@ -28,6 +29,8 @@ _MOST_ROWS = 50
 _ORDER = ("restored", "to do", "done before", "exists", "failed", "not reached")
 # the exit code of pictures that are not as they should be
 _INCOMPLETE = DataError.exit_code
+
+Records = dict[Path, Record]
 
 logger = logging.getLogger("pellucid")
 
@@ -40,7 +43,7 @@ def run_jobs(jobs: list[Job], restorer: Restorer, args: Namespace) -> None:
     """
     records = {job.folder: Record(job.folder) for job in jobs if job.kept}
     settings = _digest(restorer, args)
-    outcomes = [_look(job, restorer.scale, records.get(job.folder), settings, args.force) for job in jobs]
+    outcomes = [_look(job, restorer.scale, records, settings, args.force) for job in jobs]
     pictures = Pictures(restorer, args)
     code = 0
     if args.dry_run:
@@ -56,16 +59,13 @@ def run_jobs(jobs: list[Job], restorer: Restorer, args: Namespace) -> None:
         raise runtime.Ended(_INCOMPLETE)
 
 
-def _restore_all(outcomes: list[Outcome], pictures: Pictures, records: dict[Path, Record], settings: str) -> int:
+def _restore_all(outcomes: list[Outcome], pictures: Pictures, records: Records, settings: str) -> int:
     """Restore the pictures that are to do; the exit code of an interruption, or 0."""
     left = [place for place, outcome in enumerate(outcomes) if outcome.status == "to do"]
     with Watch([outcomes[place] for place in left], pictures.seconds_for) as watch:
         try:
             for place in left:
-                job = outcomes[place].job
-                outcomes[place] = _attempt(outcomes[place], pictures, watch)
-                if outcomes[place].status == "restored" and job.kept:
-                    records[job.folder].add(job.target, job.source, settings)
+                outcomes[place] = _attempt(outcomes[place], pictures, watch, records, settings)
                 watch.tell(outcomes[place])
         except KeyboardInterrupt as error:
             for outcome in outcomes:
@@ -74,37 +74,74 @@ def _restore_all(outcomes: list[Outcome], pictures: Pictures, records: dict[Path
     return 0
 
 
-def _look(job: Job, scale: int, record: Record | None, settings: str, force: bool) -> Outcome:
+def _look(job: Job, scale: int, records: Records, settings: str, force: bool) -> Outcome:
     """What is to be done with a picture."""
     try:
         _, size = look(job, scale)
     except DataError as error:
         return Outcome(job, "failed", error=str(error))
     outcome = Outcome(job, "to do", size, (size[0] * scale, size[1] * scale))
-    if not os.path.lexists(job.target) or force:
-        if job.target.is_dir():
-            outcome.status, outcome.error = "failed", f"{job.target} is a folder"
-    elif record is not None and record.has(job.target, job.source, settings):
-        outcome.status = "done before"
-    else:
-        outcome.status = "exists"
-        why = "was not made from this picture with these settings" if record is not None else "exists"
-        outcome.error = f"{job.target} {why} and is left as it is; --force writes over it"
-    return outcome
+    return _regard(outcome, records, settings, force)
 
 
-def _attempt(todo: Outcome, pictures: Pictures, watch: Watch) -> Outcome:
-    began = time.perf_counter()
+def _regard(outcome: Outcome, records: Records, settings: str, force: bool) -> Outcome:
+    """The same, or another status because of what is at the place of its result."""
+    job = outcome.job
+    target, record = job.target, records.get(job.folder) if job.kept else None
+    folder = next(folder for folder in target.parents if os.path.exists(folder))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            # only a folder that is there says that a name is too long
+            (folder / target.name).lstat()
+        target.lstat()
+    except FileNotFoundError:
+        if os.access(folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+            return outcome
+        return _failed(outcome, f"cannot write {target}: {folder} may not be written to")
+    except OSError as error:
+        return _failed(outcome, f"cannot write {target}: {error.strerror or error}")
+    if target.is_dir():
+        return _failed(outcome, f"{target} is a folder")
+    if force:
+        return outcome
+    if record is not None and record.has(target, job.source, settings):
+        return Outcome(job, "done before", outcome.size, outcome.result)
+    why = "was not made from this picture with these settings" if record is not None else "exists"
+    text = f"{target} {why} and is left as it is; --force writes over it"
+    return Outcome(job, "exists", outcome.size, outcome.result, error=text)
+
+
+def _attempt(todo: Outcome, pictures: Pictures, watch: Watch, records: Records, settings: str) -> Outcome:
+    """Restore one picture, unless somebody else has done it meanwhile."""
+    began, job, force = time.perf_counter(), todo.job, pictures.force
+    if not force and os.path.lexists(job.target):
+        return _regard(todo, _read_again(job), settings, force)
+    source = stamp_of(job.source)
+
+    def note(found: os.stat_result) -> None:
+        if job.kept:
+            records[job.folder].add(job.target, stamp(found), source=source, settings=settings)
+
     try:
         with PeakMemory(pictures.device) as memory:
-            outcome = pictures.restore(todo.job, watch.move)
+            outcome = pictures.restore(job, watch.move, settle=note)
         outcome.memory = memory.peak
+    except FileExistsError:
+        outcome = _regard(todo, _read_again(job), settings, force)
     except (UserError, MemoryError) as error:
         text = str(error) or "memory did not suffice; give a smaller --tile"
-        name = todo.job.name
-        outcome = Outcome(todo.job, "failed", todo.size, error=text if name in text else f"{name}: {text}")
+        outcome = _failed(todo, text if job.name in text else f"{job.name}: {text}")
     outcome.seconds = time.perf_counter() - began
     return outcome
+
+
+def _read_again(job: Job) -> Records:
+    """The list of the folder as another process may have continued it."""
+    return {job.folder: Record(job.folder)} if job.kept else {}
+
+
+def _failed(outcome: Outcome, error: str) -> Outcome:
+    return Outcome(outcome.job, "failed", outcome.size, error=error)
 
 
 def _plan(outcomes: list[Outcome], pictures: Pictures) -> None:
@@ -124,8 +161,9 @@ def _summarise(outcomes: list[Outcome], *, dry_run: bool) -> None:
             logger.error(outcome.error)
     counts = Counter(outcome.status for outcome in outcomes)
     told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
-    folders = _folders(outcome.job for outcome in outcomes)
-    logger.info(f"{told}; {'nothing was written' if dry_run else f'results in {folders}'}")
+    folders = _folders(outcome.job for outcome in outcomes if outcome.status in ("restored", "done before"))
+    results = f"results in {folders}" if folders else "no results"
+    logger.info(f"{told}; {'nothing was written' if dry_run else results}")
 
 
 def _table(outcomes: list[Outcome]) -> Table:

@@ -65,7 +65,9 @@ class Watch:
         self._told = self._moved
         count = f"[{self._number}/{len(self._sizes)}]"
         if outcome.status != "restored":
-            logger.error(f"{count} {outcome.job.name} {outcome.status}")
+            # another process may have restored it meanwhile
+            level = logging.INFO if outcome.status == "done before" else logging.ERROR
+            logger.log(level, f"{count} {outcome.job.name} {outcome.status}")
             return
         sizes = f"{shown(outcome.size)} -> {shown(outcome.result)}"
         notes = "".join(f"; {note}" for note in outcome.notes)

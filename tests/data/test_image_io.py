@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from data.headers import read_header
-from data.io import convert_color, decode, encode, read_image, remove_alpha, to_float, write_image
+from data.io import convert_color, decode, encode, read_image, remove_alpha, to_float, write_image, write_whole
 from options.errors import DataError, OptionsError, UserError
 
 LOSSLESS = [
@@ -22,6 +22,19 @@ LOSSLESS = [
     and not (channels == 4 and extension == ".bmp")
     and not (channels == 1 and extension == ".webp")
 ]
+
+
+def test_a_file_is_complete_before_it_stands_in_its_place_and_takes_nobody_elses(tmp_path):
+    path, seen = tmp_path / "a", []
+    write_whole(path, b"first", replace=False, settle=lambda found: seen.append((path.exists(), found)))
+    ((there, facts),) = seen
+    assert (there, facts.st_size, facts.st_mtime_ns) == (False, 5, path.stat().st_mtime_ns)
+    with pytest.raises(FileExistsError):
+        write_whole(path, b"second", replace=False)
+    assert path.read_bytes() == b"first"
+    write_whole(path, b"third")
+    assert path.read_bytes() == b"third"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(("extension", "channels", "dtype"), LOSSLESS)

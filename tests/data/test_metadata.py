@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -173,3 +174,81 @@ def test_a_cmyk_jpeg_is_known(photo):
     file = io.BytesIO()
     photo.convert("CMYK").save(file, "jpeg")
     assert read_metadata(file.getvalue()).inks
+
+
+def chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def test_a_damaged_profile_leaves_a_png_its_orientation_and_its_gamma(written):
+    data = written("png", turned=6, profile=None)
+    blocks = chunk(b"iCCP", b"p\0\0no zlib") + chunk(b"gAMA", struct.pack(">I", 100000))
+    metadata = read_metadata(data[:33] + blocks + data[33:])
+    assert (metadata.orientation, metadata.icc, [kind for kind, _ in metadata.chunks]) == (6, None, [b"gAMA"])
+    assert "damaged" in metadata.damaged
+
+
+@pytest.mark.parametrize("big", [False, True], ids=["damaged", "big"])
+def test_a_tiff_is_turned_upright_whatever_else_cannot_be_read(photo, big):
+    file = io.BytesIO()
+    photo.save(file, "tiff", big_tiff=big, tiffinfo={ORIENTATION: 6, MAKER: "Maker of cameras"})
+    data = file.getvalue()
+    if not big:
+        # the maker's name lies beyond the end of the file
+        place = data.index(struct.pack("<HH", MAKER, 2))
+        data = data[: place + 8] + struct.pack("<I", 10**8) + data[place + 12 :]
+    metadata = read_metadata(data)
+    assert "damaged" in metadata.damaged
+    upright = turn_upright(decode(as_stored(data)), metadata.orientation)
+    np.testing.assert_array_equal(upright, np.rot90(np.asarray(photo), -1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_exif_data_never_keep_a_picture_from_being_written(photo, kind):
+    exif, pixels = camera_exif().tobytes()[6:], np.asarray(photo)
+    encoded, random = encode(pixels, KINDS[kind]), np.random.default_rng(0)
+    told = set()
+    for _ in range(150):
+        broken = bytearray(exif)
+        for place in random.integers(0, len(exif), 3):
+            broken[place] = random.integers(256)
+        data, left_out = put_metadata(encoded, Metadata(exif=bytes(broken), icc=PROFILE))
+        assert read_metadata(data).icc == PROFILE
+        told.update(left_out)
+    assert any("damaged" in words for words in told)
+
+
+def test_an_unfinished_profile_of_a_jpeg_is_left_out_with_words(photo):
+    data, _ = put_metadata(encode(np.asarray(photo), ".jpg"), Metadata(icc=PROFILE + bytes(140000)))
+    place = data.rindex(b"ICC_PROFILE\0")
+    metadata = read_metadata(data[:place] + b"?" + data[place + 1 :])
+    assert metadata.icc is None
+    assert "damaged" in metadata.damaged
+
+
+def test_a_profile_of_grey_pictures_does_not_come_into_one_of_three_colours(photo):
+    grey = Metadata(icc=PROFILE[:16] + b"GRAY" + PROFILE[20:])
+    data, told = put_metadata(encode(np.asarray(photo.convert("L")), ".webp"), grey)
+    assert "icc_profile" not in Image.open(io.BytesIO(data)).info
+    assert told == ["its colour profile is for grey pictures, which WEBP does not know"]
+    data, told = put_metadata(encode(np.asarray(photo.convert("L")), ".jpg"), grey)
+    assert (Image.open(io.BytesIO(data)).info["icc_profile"], told) == (grey.icc, [])
+
+
+def test_colour_that_only_a_png_can_state_is_told_when_it_is_lost(photo):
+    usual, wide = (b"cICP", bytes([1, 13, 0, 1])), (b"cICP", bytes([12, 13, 0, 1]))
+    jpeg = encode(np.asarray(photo), ".jpg")
+    assert put_metadata(jpeg, Metadata(chunks=(usual,))) == (jpeg, [])
+    assert "JPEG cannot hold its cICP" in put_metadata(jpeg, Metadata(chunks=(wide,)))[1][0]
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_descriptions_that_are_not_taken_along_are_told(photo, kind):
+    from PIL import PngImagePlugin
+
+    file, text = io.BytesIO(), PngImagePlugin.PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", "<x:xmpmeta/>")
+    photo.save(file, kind, **({"pnginfo": text} if kind == "png" else {"xmp": b"<x:xmpmeta/>"}))
+    assert put_metadata(encode(np.asarray(photo), ".jpg"), read_metadata(file.getvalue()))[1] == [
+        "its XMP data were left out"
+    ]

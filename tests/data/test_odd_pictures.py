@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from data.clean import DownsampleImageDataset
-from data.headers import HeaderError, find_damage, read_header
+from data.headers import EXTRA_SAMPLES, HeaderError, find_damage, read_header, set_tiff_tag
 from data.io import decode, encode
 from data.paired import PairedImageDataset
 from data.single import SingleImageDataset
@@ -258,3 +258,25 @@ def test_a_tiff_of_several_pages_is_refused_and_one_with_a_thumbnail_is_read(tmp
     pages[1].encoderinfo = {"tiffinfo": {254: 1}}
     pages[0].save(file, "tiff", save_all=True, append_images=pages[1:])
     np.testing.assert_array_equal(decode(file.getvalue()), photo)
+
+
+@pytest.mark.parametrize("meaning", [1, 2], ids=["multiplied", "plain"])
+@pytest.mark.parametrize("big", [False, True], ids=["classic", "big"])
+def test_the_colours_of_a_tiff_are_those_that_its_alpha_channel_means(noise, meaning, big):
+    image = noise((21, 30, 4))
+    data = set_tiff_tag(pillow(Image.fromarray(image), "tiff", big_tiff=big), EXTRA_SAMPLES, meaning)
+    opened = Image.open(io.BytesIO(data))
+    assert opened.tag_v2[EXTRA_SAMPLES] == (meaning,)
+    if meaning == 2:
+        np.testing.assert_array_equal(decode(data), image)
+        return
+    difference = np.abs(decode(data).astype(int) - np.asarray(opened.convert("RGBA")))
+    # Pillow cuts where this rounds
+    assert difference[image[..., 3] > 0].max() <= 1
+
+
+def test_a_tiff_of_16_bits_in_planes_is_refused(noise):
+    data = encode(noise((21, 30, 3), np.uint16), ".tif")
+    decode(data)
+    with pytest.raises(DataError, match="a plane for each colour; save it with interleaved colours"):
+        decode(set_tiff_tag(data, 284, 2))

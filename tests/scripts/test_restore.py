@@ -1,13 +1,17 @@
 """python -m scripts.restore: what comes out for each kind of picture, and what is refused with which words."""
 
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.modules.module import register_module_forward_hook
 
 from archs import ARCHS
 from data.io import decode, encode, read_image, write_image
@@ -18,6 +22,7 @@ from models.checkpoint import save_pth, save_safetensors
 from models.infer import restore as restore_tensor
 from scripts import restore
 
+ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"type": "EDSR", "num_in_ch": 3, "num_out_ch": 3, "num_feat": 4, "num_block": 1, "upscale": 2}
 
 
@@ -51,7 +56,7 @@ def tool(weights, capfd, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def photo():
-    return read_image(Path(__file__).parents[2] / "datasets/quickstart/val/coffee.png")[60:101, 200:255]
+    return read_image(ROOT / "datasets/quickstart/val/coffee.png")[60:101, 200:255]
 
 
 def by_network(network, image):
@@ -306,6 +311,44 @@ def test_a_result_too_large_for_its_format_is_refused_before(tool, tmp_path):
     code, printed = tool("a.png", "--format", "webp")
     assert code == 3
     assert "16400 x 2 pixels, and a .webp file at most 16383" in printed.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a", "no file without extension can be written"),
+        ("a.jfif", "no .jfif file can be written; take --format png, jpg, webp or tiff"),
+        ("wide.png", "a .png file at most 1000000 along a side"),
+        ("y" * 249 + ".png", "File name too long"),
+    ],
+    ids=["no extension", "extension", "wide", "name"],
+)
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_computed(tool, tmp_path, photo, name, words):
+    picture = np.zeros((1, 500_001, 3), np.uint8) if name == "wide.png" else photo
+    (tmp_path / name).write_bytes(encode(picture, ".png"))
+    ran = []
+    with register_module_forward_hook(lambda *_: ran.append(name)):
+        code, printed = tool(name)
+    assert (code, ran) == (3, [])
+    assert words in printed.replace("\n", " ")
+    assert not (tmp_path / "restored").exists()
+
+
+def test_the_size_of_a_large_webp_is_told_as_it_stands(tool, tmp_path):
+    exif = Image.Exif()
+    exif[274] = 6
+    noise = np.random.default_rng(0).integers(0, 256, (500, 800, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.webp", lossless=True, exif=exif)
+    code, printed = tool("a.webp", "--dry_run", "--tile", 64)
+    assert (code, "500 x 800" in printed) == (0, True)
+
+
+def test_ctrl_c_while_pytorch_is_loaded_shows_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "scripts.restore", "a.png"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_a_network_that_computes_nonsense_is_told(tool, tmp_path, network, photo):

@@ -6,18 +6,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from archs import ARCHS
-from data.io import read_image, write_image
+from data.io import read_image, write_image, write_whole
 from models import runtime
 from models.checkpoint import save_safetensors
 from scripts import restore
-from scripts.restore_record import FILE
+from scripts.restore_record import FILE, Record, stamp
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"type": "EDSR", "num_in_ch": 3, "num_out_ch": 3, "num_feat": 4, "num_block": 1, "upscale": 2}
@@ -42,6 +44,7 @@ def tool(weights, capfd, monkeypatch, tmp_path):
         printed = capfd.readouterr()
         return code, printed.out + printed.err
 
+    call.weights = weights
     return call
 
 
@@ -90,6 +93,19 @@ def test_files_folders_and_patterns(tool, album, tmp_path, arguments, expected):
     assert code == 0, printed
     new = set(results(tmp_path)) - {"in/1.png", "in/10.jpg", "in/sub/1.png", "in/.hidden.png", "in/.cache/a.png"}
     assert sorted(new) == expected
+
+
+def test_a_name_that_looks_like_an_option(tool, album, tmp_path):
+    album("-o.png", "b.png")
+    code = runtime.run(restore.main, ["--weights", tool.weights, "--suffix", "", "--", "-o.png", "b.png"])
+    assert code == 0
+    assert results(tmp_path / "restored") == ["-o.png", "b.png"]
+
+
+def test_a_pipe_is_not_waited_for(tool, tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    code, printed = tool("a.png")
+    assert (code, "a.png: it is no file" in printed) == (3, True)
 
 
 def test_other_files_are_counted(tool, album, tmp_path):
@@ -196,19 +212,22 @@ def test_results_are_not_restored_again(tool, album, tmp_path):
         (["none.png", "also/none"], 3, "no such file or folder: none.png, also/none"),
         (["no*.png"], 3, r"no such file or folder: no\*.png"),
         (["empty"], 3, "no pictures .* found in empty; --recursive"),
+        (["empty", "x" * 300], 3, "no such file or folder: xxx"),
+        (["a.png", "-o", "x" * 300], 3, "cannot read .*name too long"),
+        (["alone", "-o", "c.png"], 2, "-o c.png names one file, but the folder alone was given"),
         (["a.png", "b.png", "-o", "c.png"], 2, "names one file, but 2 pictures"),
         (["a.png", "-o", "text.txt"], 2, "is a file and no picture"),
         (["a.png", "-o", "c.png", "--format", "jpg"], 2, "leave --format out"),
     ],
 )
 def test_inputs_and_outputs_that_cannot_be_meant(tool, album, tmp_path, arguments, code, words):
-    album("a.png", "b.png")
+    album("a.png", "b.png", "alone/a.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("x")
     found, printed = tool(*arguments)
     assert found == code
     assert re.search(words, printed), printed
-    assert results(tmp_path) == ["a.png", "b.png", "text.txt"]
+    assert results(tmp_path) == ["a.png", "alone/a.png", "b.png", "text.txt"]
 
 
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tool, album, tmp_path):
@@ -267,13 +286,72 @@ def test_an_interrupted_folder_is_gone_on_with(tool, tmp_path, weights, number, 
         assert "Give the same command again to go on" in printed
         assert "not reached" in printed
         assert "Traceback" not in printed
-    finished, printed = tool("in", "--self_ensemble")
-    # the one that was written, but not yet listed, when the process was killed is told and kept
-    listed = len(before) if finished == 0 else len(before) - 1
-    assert f"{12 - len(before)} restored, {listed} done before" in printed
+    code, printed = tool("in", "--self_ensemble")
+    assert code == 0, printed
+    assert f"{12 - len(before)} restored, {len(before)} done before" in printed
     assert {path: when for path, when in times(folder).items() if path in before} == before
     assert all(read_image(path).shape[1] == 600 for path in folder.glob("*.png"))
     assert len(list(folder.glob("*.png"))) == 12
+
+
+def test_two_processes_share_the_pictures_of_a_folder(tool, tmp_path, weights, album):
+    album(*(f"in/{place}.png" for place in range(8)))
+    process = start("in", "--weights", weights, cwd=tmp_path)
+    folder = tmp_path / "in/restored"
+    while not list(folder.glob("*.png")) and process.poll() is None:
+        time.sleep(0.02)
+    code, printed = tool("in")
+    others = process.communicate(timeout=60)[0]
+    assert (code, process.returncode) == (0, 0), printed + others
+    restored = [re.findall(r"(\d+) restored", text) for text in (printed, others)]
+    assert sum(int(number) for numbers in restored for number in numbers) == 8
+    assert "8 done before" in tool("in")[1]
+
+
+def test_what_appears_while_other_pictures_are_restored_is_not_written_over(tool, album, tmp_path):
+    album(*(f"in/{place}.png" for place in range(6)))
+    folder = tmp_path / "in/restored"
+
+    def interfere():
+        while not (folder / "0_x2.png").exists():
+            time.sleep(0.005)
+        (folder / "5_x2.png").write_bytes(b"precious")
+
+    other = threading.Thread(target=interfere)
+    other.start()
+    code, printed = tool("in")
+    other.join()
+    assert (code, "5 restored, 1 exists" in printed) == (3, True), printed
+    assert (folder / "5_x2.png").read_bytes() == b"precious"
+
+
+def test_a_picture_that_is_changed_while_it_is_restored_is_not_taken_for_done(tool, album, tmp_path, photo):
+    album("a.png")
+
+    def interfere(*_):
+        write_image(tmp_path / "a.png", photo[5:])
+
+    with register_module_forward_hook(interfere):
+        assert tool("a.png")[0] == 0
+    code, printed = tool("a.png")
+    assert (code, "1 exists" in printed) == (3, True), printed
+
+
+def test_a_result_counts_only_once_it_stands_in_its_place(tmp_path):
+    target = tmp_path / "a_x2.png"
+    record = Record(tmp_path)
+
+    def killed(found):
+        record.add(target, stamp(found), source=[1, 1], settings="same")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(target, b"result", settle=killed)
+    assert not Record(tmp_path).results()
+    write_whole(
+        target, b"result", settle=lambda found: record.add(target, stamp(found), source=[1, 1], settings="same")
+    )
+    assert Record(tmp_path).results() == {str(target)}
 
 
 def test_help_does_not_load_pytorch(tmp_path):
