@@ -47,7 +47,7 @@ def test(args: argparse.Namespace, command: str, group: distributed.Processes) -
     group.from_main(lambda: report.write_csv(folder / "metrics.csv", results))
     logbook.show(results)
     page.of_test(folder, model, options, results, pictures, processes=group)
-    loop.logger.info(f"everything lies in {folder}")
+    loop.logger.info(page.where(folder))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import data
 import models
 from data.io import write_image
 from data.resize import imresize
-from models import distributed, home, logbook, loop, plan, progress, runtime
+from models import distributed, home, logbook, loop, page, plan, progress, runtime
 from options import load
 
 
@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, command: str, group: distributed.Processes) 
         group.from_main(lambda: progress.go_on_in(folder, state, model.iteration))
     results = loop.fit(model, train_loader, judged, options, tools, folder=folder, progress=done, processes=group)
     logbook.show(results)
-    loop.logger.info(f"everything lies in {folder}")
+    loop.logger.info(page.where(folder))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,12 @@ _READING = "Rounded for reading; the full value shows under the pointer. A click
 _KINDS = {"test": "Test", "training": "Training", "comparison": "Comparison"}
 
 
+def where(folder: Path) -> str:
+    """In words: where the results of a run lie, and the page among them where there is one."""
+    page = f", with the page {NAME} for the browser" if (folder / NAME).is_file() else ""
+    return f"everything lies in {folder}{page}"
+
+
 def of_test(
     folder: Path, model: Base, options: Options, results: Sequence[SetScores], album: Album, *, processes: Processes
 ) -> None:

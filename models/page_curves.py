@@ -71,6 +71,9 @@ def _figure(chart: _Chart, span: tuple[float, float]) -> str:
     for place, line in enumerate(lines.values()):
         parts.append(_path(line, across, up, f"line c{place % 6}"))
     for place, line in enumerate(chart.dashed.values()):
+        if line[0][0] == line[-1][0]:
+            # of a single validation; a line without length would not be seen
+            line = [(across.low, line[0][1]), (across.high, line[0][1])]
         parts.append(_path(line, across, up, f"line dashed c{place % 6}"))
     keys = [f'<li class="c{place % 6}">{text(label)}</li>' for place, label in enumerate(lines)]
     keys += [f'<li class="dashed c{place % 6}">{text(label)}</li>' for place, label in enumerate(chart.dashed)]

@@ -133,8 +133,8 @@ def _look(source: Source, problems: Problems, args: argparse.Namespace) -> dict[
     print(f"{source.root}: {_pictures(len(headers))}, readable")
     if not sizes:
         return headers
-    smallest, middle, largest = (f"{h}x{w}" for h, w in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
-    print(f"  sizes: {len(set(sizes))} different; smallest {smallest}, median {middle}, largest {largest}")
+    smallest, middle, largest = (f"{w} x {h}" for h, w in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+    print(f"  width x height: {len(set(sizes))} different; smallest {smallest}, median {middle}, largest {largest}")
     kinds = Counter(f"{h.format} {_channels(h.channels)} {h.depth} bit" for h in headers.values())
     print("  kinds: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()))
     memory = sum(h.height * h.width * h.channels * h.depth // 8 for h in headers.values())

@@ -61,6 +61,7 @@ def plan_jobs(
         DataError: something does not exist, or there are no pictures.
     """
     found, others, closed = _find(inputs, recursive)
+    left = [] if recursive else _folders_inside(inputs, output)
     single = _single_file(output, found, kind)
     if single is not None:
         jobs = [Job(found[0].path, single, single.parent, kept=False)]
@@ -74,6 +75,9 @@ def plan_jobs(
     _refuse_collisions(jobs)
     told = [f"{sum(others.values())} other files were left aside ({_counts(others)})"] if others else []
     told += [f"{folder} was left aside, as it cannot be looked into: {reason}" for folder, reason in closed.items()]
+    if left:
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        told.append(f"not looked into: {', '.join(left[:_SHOWN])}{more}; --recursive looks into folders inside folders")
     again = len(found) - len(jobs)
     if again:
         told.append(f"{again} pictures in the folder of results were left aside")
@@ -106,6 +110,16 @@ def _find(inputs: Sequence[str], recursive: bool) -> tuple[list[_Found], Counter
         kinds = ", ".join(EXTENSIONS)
         raise DataError(f"no pictures ({kinds}) found in {', '.join(inputs)}{hint}")
     return list(found.values()), others, closed
+
+
+def _folders_inside(inputs: Sequence[str], output: str | None) -> list[str]:
+    """Folders inside the given ones in natural order, without hidden ones and those of results."""
+    given = [path for one in inputs for path in _expand(one) if os.path.isdir(path)]
+    listed = [(folder, next(os.walk(folder), ("", [], []))[1]) for folder in given]
+    inside = {folder / name for folder, names in listed for name in names if not name.startswith(".")}
+    results = {os.path.realpath(os.path.expanduser(output))} if output is not None else set()
+    results |= {os.path.realpath(folder) for folder in given} | {os.path.realpath(f / FOLDER) for f in given}
+    return sorted((str(path) for path in inside if os.path.realpath(path) not in results), key=natural_key)
 
 
 def _expand(given: str) -> Iterator[Path]:

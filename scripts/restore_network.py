@@ -95,9 +95,17 @@ def weights_file(args: Namespace) -> Path:
         raise OptionsError(f"--scale {args.scale}: dehazing keeps the size of the picture; leave it out")
     file = WEIGHTS / f"{SHIPPED[task].format(scale=args.scale or 2)}.safetensors"
     if not file.is_file():
-        here = sorted(path.name for path in WEIGHTS.glob("*.safetensors"))
-        raise OptionsError(f"no network is shipped as {file} (there: {', '.join(here) or 'none'}); give --weights FILE")
+        asked = "--task dehaze" if task == "dehaze" else f"--scale {args.scale or 2}"
+        ways = ", ".join([*_shipped_options(), "--weights FILE with a network of your own"])
+        raise OptionsError(f"{asked}: its network is not shipped, as there is no {file}; what works: {ways}")
     return file
+
+
+def _shipped_options() -> list[str]:
+    """The options for which there are weights here."""
+    options = {f"--scale {scale}": SHIPPED["sr"].format(scale=scale) for scale in (2, 3, 4)}
+    options["--task dehaze"] = SHIPPED["dehaze"]
+    return [option for option, name in options.items() if (WEIGHTS / f"{name}.safetensors").is_file()]
 
 
 def _check_asked(args: Namespace, file: Path, facts: Mapping[str, str], network: nn.Module) -> None:

@@ -227,7 +227,7 @@ def test_check_passes_a_good_pair_of_folders_and_says_what_it_holds(pictures, tm
     lq = pictures("lq", ax2=(8, 9, 3), bx2=(4, 4, 3))
     code, printed = tool("check", gt, lq)
     assert code == 0, printed
-    for said in ("2 pictures, readable", "largest 16x18", "2 png RGB 8 bit", "filename_tmpl: '{}x2'", "2 pairs x2"):
+    for said in ("2 pictures, readable", "largest 18 x 16", "2 png RGB 8 bit", "filename_tmpl: '{}x2'", "2 pairs x2"):
         assert said in printed
 
 

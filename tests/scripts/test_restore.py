@@ -299,11 +299,14 @@ def test_misspelt_options_are_told_before_anything_is_loaded(arguments, capsys):
 def test_a_scale_that_is_not_shipped_is_told(tool, tmp_path, photo, monkeypatch):
     from scripts import restore_network
 
-    monkeypatch.setattr(restore_network, "WEIGHTS", tmp_path / "none")
+    monkeypatch.setattr(restore_network, "WEIGHTS", tmp_path)
     write_image(tmp_path / "a.png", photo)
-    code, printed = tool("a.png", "--scale", "3", own=False)
-    assert code == 2
-    assert "sst_tiny_x3.safetensors (there: none); give --weights FILE" in printed
+    (tmp_path / "sst_tiny_x2.safetensors").touch()
+    for asked, name in (("--scale 3", "sst_tiny_x3"), ("--task dehaze", "mb_taylorformer_tiny_dehaze")):
+        code, printed = tool("a.png", *asked.split(), own=False)
+        printed = printed.replace("\n", "")
+        assert (code, f"{asked}: " in printed, f"{name}.safetensors" in printed) == (2, True, True)
+        assert "what works: --scale 2, --weights FILE" in printed
 
 
 def test_a_result_too_large_for_its_format_is_refused_before(tool, tmp_path):

@@ -115,6 +115,13 @@ def test_other_files_are_counted(tool, album, tmp_path):
     assert "3 other files were left aside (2 .heic, 1 .txt)" in tool("in")[1]
 
 
+def test_folders_that_are_not_looked_into_are_named(tool, album, tmp_path):
+    album("in/a.png", "in/sub/b.png", "in/out/c.png", "in/restored/d.png", "in/.hidden/e.png")
+    printed = " ".join(tool("in", "-o", "in/out")[1].split())
+    assert "not looked into: in/sub; --recursive" in printed
+    assert "not looked into" not in tool("in", "--recursive", "--dry_run")[1]
+
+
 def test_a_second_run_does_nothing_and_says_so(tool, album, tmp_path):
     album("in/a.png", "in/b.jpg")
     assert tool("in")[0] == 0
