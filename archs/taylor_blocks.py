@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from archs.taylor_parts import gated, heads_of, image_of, local, pointwise, separable, wide
 from kernels import dispatch
 from kernels.deform_conv import deform_depthwise_conv2d
+from kernels.exported import is_exported
 from kernels.taylor_attention import taylor_attention
 from kernels.taylor_attention.parts import taylor_map, taylor_sums, units
 from kernels.tiles import Part, in_tiles, suits
@@ -98,7 +99,7 @@ class Gate(nn.Module):
         """(b, heads * width, h, w), the part with its surroundings -> (b, heads, h, w), after the sigmoid"""
         found, first = [], 0
         for i, (_, n) in enumerate(self.sizes):
-            weight, bias = (w.to(x.dtype) for w in weights[2 * i : 2 * i + 2])
+            weight, bias = (w if w.dtype == x.dtype else w.to(x.dtype) for w in weights[2 * i : 2 * i + 2])
             own = x[:, first * self.width : (first + n) * self.width]
             found.append(_to_one_channel(part, own, weight) + bias[:, None, None])
             first += n
@@ -112,6 +113,8 @@ def _to_one_channel(part: Part, x: Tensor, weight: Tensor) -> Tensor:
     """
     n, width, k, _ = weight.shape
     half = k // 2
+    if is_exported():
+        return part.conv2d(x, weight, groups=n)
     x = part.cut(x, half)
     b, _, h, w = x.shape
     # the place of a tap in the sum is opposite to its place in the kernel

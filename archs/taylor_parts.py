@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from kernels.exported import is_exported
 from kernels.layer_norm2d import layer_norm2d
 from kernels.tiles import Part, in_tiles
 
@@ -32,7 +33,7 @@ def separable(x: Tensor, depthwise: nn.Conv2d, mixing: nn.Conv2d) -> Tensor:
 
 def gated(x: Tensor) -> Tensor:
     """GELU of the first half of the channels times the second half: (b, 2 c, h, w) -> (b, c, h, w)"""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_exported():
         a, b = x.chunk(2, dim=1)
         return F.gelu(a) * b
     return _Gated.apply(x)
@@ -60,6 +61,8 @@ class _Gated(torch.autograd.Function):
 
 def pointwise(x: Tensor, weight: Tensor) -> Tensor:
     """(b, c, h, w) -> (b, out, h, w), channels-last, weight (out, c)"""
+    if is_exported():
+        return F.conv2d(x, weight.reshape(*weight.shape, 1, 1))
     return F.linear(x.permute(0, 2, 3, 1), weight).permute(0, 3, 1, 2)
 
 
@@ -71,16 +74,17 @@ def normed(x: Tensor) -> Tensor:
 def heads_of(x: Tensor, kinds: int, heads: int) -> tuple[Tensor, ...]:
     """(b, kinds * heads * d, h, w) -> ``kinds`` times (b, heads, d, h * w), views of channels-last memory"""
     b, channels, h, w = x.shape
-    rows = x.permute(0, 2, 3, 1).reshape(b, h * w, kinds, heads, channels // (kinds * heads))
-    return rows.permute(2, 0, 3, 4, 1).unbind(0)
+    return x.reshape(b, kinds, heads, channels // (kinds * heads), h * w).unbind(1)
 
 
 def image_of(x: Tensor, like: Tensor) -> Tensor:
     """(b, heads, d, n) -> (b, heads * d, h, w), channels-last, h and w those of ``like``"""
     b, heads, d, _ = x.shape
+    if is_exported():
+        return x.reshape(b, heads * d, *like.shape[2:])
     return x.permute(0, 3, 1, 2).reshape(b, *like.shape[2:], heads * d).permute(0, 3, 1, 2)
 
 
 def wide(x: Tensor) -> Tensor:
     """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

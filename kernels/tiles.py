@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.exported import is_exported
 from kernels.threads import keep_freed_memory
 
 # numbers in the widest intermediate of a tile, which the cache should hold beside its neighbours
@@ -73,10 +74,10 @@ class Part:
     def __init__(self, rows: Span, columns: Span) -> None:
         self.rows, self.columns = rows, columns
 
-    @classmethod
-    def all(cls, x: Tensor) -> "Part":
+    @staticmethod
+    def all(x: Tensor) -> "Part":
         """The whole image ``x``."""
-        return cls(*(Span(0, side, side) for side in x.shape[2:]))
+        return _Whole(*(Span(0, side, side) for side in x.shape[2:]))
 
     def cut(self, x: Tensor, reach: int = 0) -> Tensor:
         """Of a map with at least ``reach`` pixels around the part, as far as there are, the part and those."""
@@ -98,6 +99,16 @@ class Part:
         padding = (*self.columns.padding(reach, half), *self.rows.padding(reach, half))
         x = self.cut(x, reach + half)
         return (x, padding[0]) if padding.count(padding[0]) == 4 else (F.pad(x, padding), 0)
+
+
+class _Whole(Part):
+    """All of an image, around which there is nothing."""
+
+    def cut(self, x: Tensor, reach: int = 0) -> Tensor:
+        return x
+
+    def padded(self, x: Tensor, half: int, reach: int = 0) -> tuple[Tensor, int]:
+        return x, half
 
 
 # (part, maps, images, shared) -> map of the part, or sums over it
@@ -263,7 +274,7 @@ def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
 def _strips(x: Tensor, *, halo: int, width: int, scale: int = 1) -> tuple[_Strip, ...] | None:
     """Strips of about equal size; None for the image as a whole."""
     b, _, h, w = x.shape
-    if torch.compiler.is_compiling() or not x.numel() or type(x) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or is_exported() or not x.numel() or type(x) not in (Tensor, torch.nn.Parameter):
         return None
     on_cpu = x.device.type == "cpu"
     if not on_cpu and (torch.is_grad_enabled() or h * w * width <= DEVICE_TILE):

@@ -178,7 +178,14 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
     raise OptionsError(f"{path} holds no weights: found {found}; looked for {', '.join(SECTIONS)} or a bare state dict")
 
 
-def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None, strict: bool = True) -> Loaded:
+def load_weights(
+    network: nn.Module,
+    path: Path | str,
+    *,
+    key: str | None = None,
+    strict: bool = True,
+    option: str | None = "path.strict_load_g",
+) -> Loaded:
     """Load a file of weights into a network.
 
     Args:
@@ -187,6 +194,7 @@ def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None
         key: ``params_ema`` or ``params``; None takes the average where there is one. A key that the file lacks gives
             way, with a notice, to one that it has.
         strict: refuse a file that does not fit to the last tensor; otherwise load what fits and log the counts.
+        option: what the user sets to false for ``strict=False``, for messages; None where the user cannot.
 
     Raises:
         OptionsError: the file cannot be read, does not fit, holds NaN (strict), or (not strict) has nothing in common
@@ -196,7 +204,7 @@ def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None
     section = key if key in checkpoint.sections else next(iter(checkpoint.sections))
     if key not in (None, section):
         logger.warning(f"{path} has no {key}; {section} is used")
-    _refuse_nan(checkpoint, section, strict)
+    _refuse_nan(checkpoint, section, strict, option)
     before = {name: copy.deepcopy(value) for name, value in network.state_dict().items()}
     state = {k if k in before else _unwrap(k): v for k, v in checkpoint.sections[section].items()}
     accepted = False
@@ -207,7 +215,7 @@ def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None
         facts = checkpoint.metadata
         result = Loaded(checkpoint.path, section, count, len(before), missing, unexpected, mismatched, facts)
         if (strict and result.problems) or count <= 0:
-            raise OptionsError(explain(result, network, strict))
+            raise OptionsError(explain(result, network, strict, option))
         accepted = True
     finally:
         if not accepted:
@@ -217,15 +225,15 @@ def load_weights(network: nn.Module, path: Path | str, *, key: str | None = None
     return result
 
 
-def _refuse_nan(checkpoint: Checkpoint, section: str, strict: bool) -> None:
+def _refuse_nan(checkpoint: Checkpoint, section: str, strict: bool, option: str | None) -> None:
     place = find_nan(checkpoint.sections[section])
     if place is None:
         return
     text = f"{checkpoint.path}: tensor {place} holds NaN ({section})"
     if strict:
-        way = "take weights of an earlier iteration; path.strict_load_g: false loads them all the same"
+        way = "take weights of an earlier iteration" + (f"; {option}: false loads them all the same" if option else "")
         raise OptionsError(f"{text}; the run that saved it was spoilt: {way}")
-    logger.warning(f"{text}; it is loaded as it is, since path.strict_load_g is false")
+    logger.warning(f"{text}; it is loaded as it is, since {option} is false")
 
 
 def keep_last(folder: Path | str, n: int, *, protect: Collection[int] = ()) -> list[Path]:

@@ -84,7 +84,7 @@ def network_from_file(
     """
     description = describe(weights, opt=opt, network=network)
     built = build(description.spec, scale=description.scale, place=description.place)
-    loaded = load_weights(built, weights, key=key)
+    loaded = load_weights(built, weights, key=key, option=None)
     logger.info(f"{description.spec['type']} from {weights}: {loaded}")
     return built.eval(), loaded
 

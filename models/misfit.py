@@ -43,7 +43,7 @@ class Loaded:
         return f"{text} ({self.problems})" if self.problems else text
 
 
-def explain(result: Loaded, network: nn.Module, strict: bool) -> str:
+def explain(result: Loaded, network: nn.Module, strict: bool, option: str | None) -> str:
     """A misfit on one screen: the counts, the first few keys of each kind, the likely reason, the way out."""
     lines = [f"{result.path} ({result.key}) does not fit {type(network).__name__}: {result.problems}"]
     shapes = [f"{name}: {a} in the file, {b} in the network" for name, (a, b) in result.mismatched.items()]
@@ -52,8 +52,10 @@ def explain(result: Loaded, network: nn.Module, strict: bool) -> str:
         if len(names) > 3:
             lines.append(f"  {title}: and {len(names) - 3} more")
     lines.append(f"likely reason: {_likely_reason(result, network)}")
-    if strict and result.loaded > 0:
-        lines.append("path.strict_load_g: false loads what fits")
+    if strict and result.loaded > 0 and option is not None:
+        lines.append(f"{option}: false loads what fits")
+    elif option is None:
+        lines.append("--opt FILE.yml, the option file of the training, says what network the file is for")
     return "\n".join(lines)
 
 

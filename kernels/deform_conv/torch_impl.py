@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.deform_conv import reference
+from kernels.deform_conv import open_sizes, reference
+from kernels.exported import is_exported
 
 # pixels times channels of a piece, and fewest pixels: one sample of each is 0.8 MB in float32
 PIECE, FEWEST = 192 * 1024, 512
@@ -40,7 +41,9 @@ EDGE = 2
 
 def deform_depthwise_conv2d(x: Tensor, offset: Tensor, weight: Tensor, *, clamp: tuple[float, float] | None) -> Tensor:
     """The ``torch`` backend: (b, c, h, w) -> (b, c, h, w)."""
-    if torch.compiler.is_compiling():
+    if is_exported(x, offset, weight):
+        return open_sizes.deform_depthwise_conv2d(x, offset, weight, clamp=clamp)
+    if torch.compiler.is_compiling() or is_exported():
         return _all_taps(x, offset, weight, clamp)
     if x.device.type != "cpu":
         # what is fast here is so by the cache

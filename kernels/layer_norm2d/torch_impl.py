@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.exported import is_exported
 from kernels.layer_norm2d import reference
 
 
@@ -24,12 +25,17 @@ def layer_norm2d(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: 
         return reference.layer_norm2d(x, weight, bias, eps=eps)
     dtype = torch.float32 if _sums_in_16_bits(x, weight, bias) else x.dtype
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
-    y = F.layer_norm(x.to(dtype).permute(0, 2, 3, 1), x.shape[1:2], weight, bias, eps).to(x.dtype).permute(0, 3, 1, 2)
+    # a number, where a trace would take it for one that may be another in the next image
+    channels = (int(x.shape[1]),)
+    y = F.layer_norm(x.to(dtype).permute(0, 2, 3, 1), channels, weight, bias, eps).to(x.dtype).permute(0, 3, 1, 2)
     return y if channels_last else y.contiguous()
 
 
 def _divided(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """The form that keeps the mean."""
+    if is_exported(x, weight, bias):
+        y = x * torch.rsqrt(x.var(dim=1, keepdim=True, correction=0) + eps)
+        return reference.scaled(y, weight, bias)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if torch.compiler.is_compiling():
         y = y * torch.rsqrt(y.var(dim=1, keepdim=True, correction=0) + eps)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.taylor_attention import reference
+from kernels.exported import is_exported
+from kernels.taylor_attention import open_sizes, reference
 
 
 def units(x: Tensor, *, norm: float, eps: float, focus_power: int | None = None) -> tuple[Tensor, ...]:
@@ -28,6 +29,8 @@ def units(x: Tensor, *, norm: float, eps: float, focus_power: int | None = None)
         vectors of length ``norm``, and with ``focus_power`` those of the focused term; ``(b, heads, d, n)`` each. They
         have a first derivative only.
     """
+    if is_exported():
+        return open_sizes.units(x, norm=norm, eps=eps, focus_power=focus_power)
     if focus_power is None:
         return (_unit(x, norm, eps),)
     positive = x.relu()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.exported import is_exported
+from kernels.taylor_attention import open_sizes
 from kernels.taylor_attention.parts import taylor_map, taylor_sums, units
 
 
@@ -32,6 +34,10 @@ def taylor_attention(
     focus_power: int | None,
 ) -> Tensor:
     """The ``torch`` backend: (b, heads, d, n) -> (b, heads, d, n)."""
+    if is_exported(q, k, v, temperature, gate, focus_weight):
+        factors = (temperature, gate, focus_weight)
+        settings = {"norm": norm, "eps": eps, "gate_mode": gate_mode, "focus_power": focus_power}
+        return open_sizes.taylor_attention(q, k, v, *factors, **settings)
     if torch.compiler.is_compiling():
         # it traces plain operators in half the time, and decides itself what to keep for the backward pass
         wide = [None if x is None else _widened(v.dtype, x)[0] for x in (q, k, v, temperature, gate, focus_weight)]

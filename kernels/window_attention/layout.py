@@ -16,10 +16,9 @@ def tiles_of(image: Tensor, window: int, heads: int, *, parts: int) -> tuple[Ten
 
 def continue_by_reflection(image: Tensor, window: int) -> Tensor:
     """(b, h, w, c): rows and columns added at the bottom and the right until both are multiples of ``window``."""
+    if open_sizes.are_open(image):
+        return open_sizes.continued(open_sizes.continued(image, 1, window), 2, window)
     for axis in (1, 2):
-        if isinstance(image.shape[axis], torch.SymInt):
-            image = open_sizes.continued(image, axis, window)
-            continue
         target = -(-image.shape[axis] // window) * window
         while image.shape[axis] < target:
             size = image.shape[axis]

@@ -331,3 +331,20 @@ def test_the_comparison_says_in_words_that_torchvision_is_missing(monkeypatch, c
     monkeypatch.setitem(sys.modules, "torchvision.ops", None)
     assert compare_deform_conv.main([]) == 1
     assert "torchvision cannot be imported" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [(5, 7), (1, 1), (1, 6)], ids=str)
+@pytest.mark.parametrize("clamp", [None, (-3, 2)], ids=str)
+def test_a_graph_for_other_programs_holds_for_sizes_that_were_not_traced(size, clamp):
+    generator = torch.Generator().manual_seed(0)
+
+    def tensors(b, h, w):
+        shapes = (b, 4, h, w), (b, 18, h, w), (4, 1, 3, 3)
+        x, offset, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+        # up to far outside of the image
+        return x, 4 * offset, weight
+
+    traced = torch.jit.trace(lambda *given: deform_depthwise_conv2d(*given, clamp=clamp), tensors(1, 8, 4))
+    given = tensors(2, *size)
+    expected = deform_depthwise_conv2d(*given, clamp=clamp, backend="reference")
+    torch.testing.assert_close(traced(*given), expected, rtol=0, atol=1e-5)

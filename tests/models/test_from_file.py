@@ -99,3 +99,10 @@ def test_metadata_that_is_no_network_is_told(net, tmp_path):
 def test_weights_of_another_scale_are_refused(safetensors):
     with pytest.raises(OptionsError, match="scale is 2, but the network EDSR enlarges by 4"):
         network_from_file(safetensors, network=TEXT.replace("upscale: 2", "upscale: 4"))
+
+
+def test_a_misfit_names_a_way_out_that_the_command_has(pth):
+    with pytest.raises(OptionsError, match="does not fit EDSR") as caught:
+        network_from_file(pth, network=TEXT.replace("num_block: 1", "num_block: 2"))
+    assert "--opt FILE.yml" in str(caught.value)
+    assert "strict_load_g" not in str(caught.value)
