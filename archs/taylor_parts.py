@@ -74,7 +74,10 @@ def normed(x: Tensor) -> Tensor:
 def heads_of(x: Tensor, kinds: int, heads: int) -> tuple[Tensor, ...]:
     """(b, kinds * heads * d, h, w) -> ``kinds`` times (b, heads, d, h * w), views of channels-last memory"""
     b, channels, h, w = x.shape
-    return x.reshape(b, kinds, heads, channels // (kinds * heads), h * w).unbind(1)
+    if is_exported():
+        return x.reshape(b, kinds, heads, channels // (kinds * heads), h * w).unbind(1)
+    rows = x.permute(0, 2, 3, 1).reshape(b, h * w, kinds, heads, channels // (kinds * heads))
+    return rows.permute(2, 0, 3, 4, 1).unbind(0)
 
 
 def image_of(x: Tensor, like: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from torch import Tensor
 def is_exported(*tensors: Tensor | None) -> bool:
     """True while ``torch.export`` or ``torch.jit.trace`` follows, on which ``torch.onnx`` stands; not for compilers.
 
-    Of ``tensors`` in 16 bits, or of different dtypes, it is not true: their other form widens what has to be wide.
+    An export through Dynamo (``strict=True``) takes the form that compilers see. Of ``tensors`` in 16 bits, or of
+    different dtypes, it is not true: their other form widens what has to be wide.
     """
-    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+    # Dynamo of earlier versions says true of is_exporting for torch.compile as well
+    if torch.compiler.is_dynamo_compiling() or not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
         return False
     dtypes = {x.dtype for x in tensors if x is not None}
     return len(dtypes) <= 1 and dtypes <= {torch.float32, torch.float64}

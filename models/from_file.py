@@ -28,7 +28,7 @@ class Description:
 
     Attributes:
         spec: ``type`` and arguments, checked against the constructor.
-        scale: as stated beside them, for a network that does not state its own; None where nothing says it.
+        scale: as stated beside them; None where nothing says it.
         place: where this was said, for messages.
         facts: metadata of the file of weights.
     """
@@ -59,7 +59,8 @@ def describe(weights: Path | str, *, opt: Path | str | None = None, network: str
     if problems:
         told = "; ".join(f"{'.'.join(map(str, at[1:]))}: {text}" for at, text in problems)
         raise OptionsError(f"{place}: {told} ({OWN_NETWORKS})" if "unknown network" in told else f"{place}: {told}")
-    return Description(spec, scale or _scale_of(facts), place, facts)
+    own = opt is None and network is None
+    return Description(spec, _scale_of(facts) if own else scale, place, facts)
 
 
 def network_from_file(

@@ -332,7 +332,7 @@ def build(spec: Mapping[str, Any], *, scale: int | None, place: str = "network_g
     except (ValueError, TypeError, RuntimeError, MemoryError, OverflowError) as error:
         raise OptionsError(f"{place}: {str(error) or 'out of memory'}") from error
     if not hasattr(network, "scale"):
-        source = "1 is assumed" if scale is None else f"{scale} is assumed, as the options say"
+        source = "1 is assumed" if scale is None else f"{scale} is assumed, as stated beside it"
         logger.warning(f"{spec['type']} does not state its scale: {source}")
         network.scale = scale or 1
     wrong = wrong_facts(network)

@@ -73,7 +73,7 @@ def convert(
     if out.suffix == ".pth":
         checkpoint.save_pth(out, {"params": state})
         return
-    scale = getattr(network, "scale", 1)
+    scale = network.scale
     known = {name: text for name, text in described.facts.items() if name != "format"}
     known |= {"network_g": described.spec, "scale": scale}
     known["weights"] = "params_ema" if loaded.key == "params_ema" else "params"

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -74,7 +75,7 @@ def facts_of(network: nn.Module, size: tuple[int, int], static: bool, metadata: 
         "minimum": getattr(network, "minimum", 1),
         "size": "x".join(map(str, size)) if static else "any",
         "layout": "NCHW",
-        "colour": "RGB",
+        "colour": {1: "grey", 3: "RGB"}.get(_channels(network), f"{_channels(network)} channels"),
         "range": "0..1",
     }
     return {key: str(value) for key, value in facts.items()} | {
@@ -164,15 +165,16 @@ def check(network: nn.Module, run: Callable[[Tensor], Tensor], sizes: list[tuple
 
 
 def _sizes(network: nn.Module, size: tuple[int, int]) -> list[tuple[int, int]]:
-    """Two sizes other than the traced one, as uneven as the network takes them."""
-    step = getattr(network, "multiple_of", 1)
-    return [(size[0] + step, size[1] + 3 * step), (size[0] + 5 * step, max(size[1] - 5 * step, step * 2))]
+    """Two sizes other than the traced one, as uneven as the network takes them; the first holds several windows."""
+    step, least = _step_and_least(network)
+    span = math.lcm(step, getattr(network, "tile_multiple", None) or 1)
+    return [(size[0] + span, size[1] + 3 * span), (size[0] + 5 * step, max(size[1] - 5 * step, least))]
 
 
 def _size(network: nn.Module, size: list[int] | None) -> tuple[int, int]:
-    step, least = getattr(network, "multiple_of", 1), getattr(network, "minimum", 1)
+    step, least = _step_and_least(network)
     if size is None:
-        return 8 * step, 12 * step
+        return max(8 * step, least), max(12 * step, least)
     if any(side % step or side < max(least, 2) for side in size):
         raise OptionsError(
             f"--size {size[0]} {size[1]}: {type(network).__name__} takes sides that are multiples of {step} from "
@@ -181,17 +183,24 @@ def _size(network: nn.Module, size: list[int] | None) -> tuple[int, int]:
     return size[0], size[1]
 
 
+def _step_and_least(network: nn.Module) -> tuple[int, int]:
+    """What sides must be multiples of, and the smallest of those that the network takes."""
+    step = getattr(network, "multiple_of", 1)
+    return step, math.ceil(getattr(network, "minimum", 1) / step) * step
+
+
 def _channels(network: nn.Module) -> int:
     return getattr(network, "in_channels", None) or 3
 
 
 def _refuse_coresets(network: nn.Module) -> None:
     cores = [part for part in network.modules() if isinstance(part, WindowCore | TokenCore)]
-    if any(core.attention == "coreset" for core in cores):
-        name = type(network).__name__
+    by_size = any(isinstance(core, WindowCore) and core.attention == "mean" and core.window == 0 for core in cores)
+    if by_size or any(core.attention == "coreset" for core in cores):
+        name, way = type(network).__name__, "by the size of the picture" if by_size else "by what is in the picture"
         raise OptionsError(
-            f"{name} chooses keys by what is in the picture (attention: coreset), in steps that no fixed graph holds; "
-            "export it with exact attention: --network '{type: " + name + ", attention: exact, ...}'"
+            f"{name} chooses its keys {way}, in steps that no fixed graph holds; export it with exact attention: "
+            "--network '{type: " + name + ", attention: exact, ...}'"
         )
 
 
@@ -202,7 +211,7 @@ def _check_output(args: argparse.Namespace, kind: str | None) -> None:
         raise OptionsError(f"{args.output} exists and is left as it is; --force writes over a file")
     if kind == "torch" and args.opset is not None:
         raise OptionsError("--opset is for ONNX")
-    args.opset = args.opset or 20
+    args.opset = 20 if args.opset is None else args.opset
     if not OPSETS[0] <= args.opset <= OPSETS[1]:
         raise OptionsError(f"--opset must be from {OPSETS[0]} to {OPSETS[1]}, got {args.opset}")
     needed = ("onnx", *(["onnxruntime"] if args.check else []))

@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 
 from archs import ARCHS
+from data.io import EXTENSIONS
 from models import checkpoint, logbook
 from models.runtime import run
 from options.errors import OptionsError
-from scripts.convert_weights import convert
+from scripts.convert_weights import TASKS, convert
 
 LICENCE = "Apache-2.0"
-_PHOTOGRAPHS = "datasets/quickstart/LICENSES.md"
 # (picture, set) -> metric -> value
 Scores = dict[tuple[str, str], dict[str, float]]
 
@@ -35,7 +35,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run", type=Path, metavar="experiments/NAME", help="folder of the finished training run")
     parser.add_argument("-o", "--out", type=Path, default=Path("archs/weights"), metavar="DIR", help="where to write")
     parser.add_argument("--title", required=True, help="what to call the network, such as 'SST-tiny x2'")
-    parser.add_argument("--task", default="sr", help="sr, dehaze, ...")
+    parser.add_argument("--task", choices=TASKS, help="what it is for; default: sr where the scale is above 1")
+    parser.add_argument("--machine", default="", metavar="TEXT", help="what it was trained on: cores, PyTorch")
     parser.add_argument(
         "--scores", nargs="+", required=True, metavar="LABEL=metrics.csv", help="of the network first, then of others"
     )
@@ -44,13 +45,28 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     logbook.start_logging()
     for path in ship(
-        args.run, args.out, title=args.title, task=args.task, scores=args.scores, notes=args.note, force=args.force
+        args.run,
+        args.out,
+        title=args.title,
+        task=args.task,
+        machine=args.machine,
+        scores=args.scores,
+        notes=args.note,
+        force=args.force,
     ):
         print(f"wrote {path} ({path.stat().st_size:,} bytes)")
 
 
 def ship(
-    run_folder: Path, out: Path, *, title: str, task: str, scores: Sequence[str], notes: Sequence[str], force: bool
+    run_folder: Path,
+    out: Path,
+    *,
+    title: str,
+    task: str | None,
+    machine: str,
+    scores: Sequence[str],
+    notes: Sequence[str],
+    force: bool,
 ) -> list[Path]:
     """Write weights, card, scores and curve of a training run; returns the files.
 
@@ -78,7 +94,9 @@ def ship(
         "trained_on": options["datasets"]["train"]["dataroot_gt"],
     }
     convert(run_folder, weights, task=task, facts=facts, force=True)
-    text = "\n\n".join([*_head(options, weights, title), *_training(options, steps), *_scores_of(tables), *notes])
+    text = "\n\n".join(
+        [*_head(options, weights, title), *_training(options, steps, machine), *_scores_of(tables), *notes]
+    )
     checkpoint.write_whole(card, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
     checkpoint.write_whole(table, lambda temporary: temporary.write_text(_csv(tables), encoding="utf-8"))
     checkpoint.write_whole(curve, lambda temporary: shutil.copyfile(run_folder / "curve.png", temporary))
@@ -113,37 +131,37 @@ def _head(options: Mapping[str, Any], weights: Path, title: str) -> list[str]:
     ]
 
 
-def _training(options: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def _training(options: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], machine: str) -> list[str]:
     train, data = options["train"], options["datasets"]["train"]
     root = Path(data["dataroot_gt"])
-    pictures = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in (".png", ".jpg", ".jpeg")]
+    count = sum(path.suffix.lower() in EXTENSIONS for path in root.rglob("*"))
+    if not count:
+        raise OptionsError(f"there are no pictures in {root}, from which the network is said to be trained")
+    listed = root.parent / "LICENSES.md"
+    licences = f" (authors and licences: `{listed}`)" if listed.is_file() else ""
     # the fastest tenth: what a step takes when the machine does nothing else
     fast = sorted(row["time"] for row in steps)[len(steps) // 10]
     last, batch = steps[-1]["iter"], data["batch_size_per_gpu"]
     start = (options.get("path") or {}).get("pretrain_network_g")
+    file = next(Path("options/train").glob(f"*/{options['name']}.yml"), None)
+    command = f"`python train.py -opt {file}`: " if file else ""
+    origin = f"`{start}`" if start else "random weights"
     return [
         "## Training",
-        f"- Data: the {len(pictures)} photographs of `{root}` (authors and licences: `{_PHOTOGRAPHS}`), nothing else"
-        + (f"; it starts from `{start}`." if start else "; it starts from random weights."),
-        f"- Recipe: `python train.py -opt {_option_file(options)}`: {last:,} iterations of {batch} crops of "
-        f"{data['gt_size']}x{data['gt_size']} pixels, {train['optim_g']['type']}, learning rate "
-        f"{train['optim_g']['lr']:g}, {train['pixel_opt']['type']}, average of the weights {train['ema_decay']}, seed "
-        f"{options.get('manual_seed', 0)}.",
-        f"- Time: {fast:.2f} s an iteration on one core of an x86-64 CPU where that core was free, so "
-        f"{fast * last / 60:.0f} core-minutes; PyTorch 2.13.0, float32.",
+        f"- Data: {count} photographs, `{root}`{licences}; it starts from {origin}.",
+        f"- Recipe: {command}{last:,} iterations of {batch} crops of {data['gt_size']}x{data['gt_size']} pixels, "
+        f"{train['optim_g']['type']}, learning rate {train['optim_g']['lr']:g}, {train['pixel_opt']['type']}, "
+        f"average of the weights {train['ema_decay']}, seed {options.get('manual_seed', 0)}.",
+        f"- Time: {fast:.2f} s an iteration in its fastest tenth; {last:,} of them would take {fast * last / 60:.0f} "
+        f"minutes at that pace{f' ({machine})' if machine else ''}.",
     ]
-
-
-def _option_file(options: Mapping[str, Any]) -> str:
-    task = "sr" if options["scale"] > 1 else "dehaze"
-    return f"options/train/{task}/{options['name']}.yml"
 
 
 def _scores_of(tables: Mapping[str, tuple[str, Scores]]) -> list[str]:
     """A table for each metric: a row a picture, a column a network, the baseline last."""
     first = next(iter(tables.values()))[1]
     metrics = list(dict.fromkeys(metric for row in first.values() for metric in row if ":" not in metric))
-    parts = ["## Scores", "Photographs that were not trained on."]
+    parts = ["## Scores"]
     for metric in metrics:
         baseline = next((key for row in first.values() for key in row if key.startswith(f"{metric}:")), None)
         columns = [*tables, *([baseline.split(":")[1]] if baseline else [])]

@@ -44,7 +44,7 @@ def attention(
             torch.cat([part, position.to(part.dtype)[None].expand(part.shape[0], -1, -1, -1)], dim=-1)
             for part, position in ((q, q_pos * (1 / (scale * math.sqrt(rank)))), (k, k_pos))
         )
-    out = _attend(q, k, v, None if bias is None else bias.to(q.dtype), scale, fused)
+    out = _attend(q, k, v, bias, scale, fused)
     out = out.transpose(1, 2).reshape(b, rows * columns * pixels, heads * d)
     return out.index_select(1, _home(h, w, window, qkv.device)).reshape(b, h, w, heads * d)
 
@@ -52,11 +52,14 @@ def attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, fused: bool) -> Tensor:
     """(windows, heads, pixels, d) each -> the same as v"""
     if fused:
+        mask = None if bias is None else bias.to(q.dtype)
         # the kernels of a CPU take equal lengths only
         longer = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-        return F.scaled_dot_product_attention(q, k, longer, attn_mask=bias, scale=scale)[..., : v.shape[-1]]
-    logits = (q * scale) @ k.transpose(-1, -2)
-    return torch.softmax(logits if bias is None else logits + bias, dim=-1) @ v
+        return F.scaled_dot_product_attention(q, k, longer, attn_mask=mask, scale=scale)[..., : v.shape[-1]]
+    logits = ((q * scale) @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+    if bias is not None:
+        logits = logits + bias.to(logits.dtype)
+    return torch.softmax(logits, dim=-1).to(v.dtype) @ v
 
 
 def continued(image: Tensor, axis: int, window: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_a_card_with_scores_and_curve_lies_beside_it(name):
     for text in (facts["title"], f"{count:,} parameters", f"{size:,} bytes", "LICENSES.md", "seed 0", f"{name}.png"):
         assert text in card
     assert (FOLDER / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    lines = card.splitlines()
+    for (_, picture, metric), value in table(name).items():
+        # the table is rounded to six digits before the card is to two, or four
+        close = 0.0051 if "psnr" in metric else 0.000051
+        shown = [line for line in lines if line.startswith(f"| {picture} |") or f": {picture}**" in line]
+        cells = [float(cell) for line in shown for cell in re.findall(r"\d+\.\d+", line)]
+        assert min(abs(cell - value) for cell in cells) <= close, (picture, metric, value)
 
 
 @each

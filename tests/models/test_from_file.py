@@ -97,7 +97,7 @@ def test_metadata_that_is_no_network_is_told(net, tmp_path):
 
 
 def test_weights_of_another_scale_are_refused(safetensors):
-    with pytest.raises(OptionsError, match="scale is 2, but the network EDSR enlarges by 4"):
+    with pytest.raises(OptionsError, match="the file is for scale 2, the network for scale 4"):
         network_from_file(safetensors, network=TEXT.replace("upscale: 2", "upscale: 4"))
 
 

@@ -87,6 +87,8 @@ def test_options_of_sst_in_the_oldest_operator_set(weights, tmp_path, options):
     export.main([str(file), "-o", str(tmp_path / "net.onnx"), "--opset", "18", "--no_check"])
     assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == 18
     channels = options.get("in_channels", 3)
+    facts = {p.key: p.value for p in onnx.load(tmp_path / "net.onnx").metadata_props}
+    assert facts["colour"] == {1: "grey", 3: "RGB"}[channels]
     sizes = [(1, channels, 5, 7), (2, channels, 10, 3)]
     agree(network, export.onnx_runner(tmp_path / "net.onnx"), sizes)
 
@@ -147,6 +149,7 @@ def test_a_file_that_gives_other_pictures_is_not_kept(weights, tmp_path, monkeyp
     [
         (["-o", "net.tflite"], "must end in .onnx or .pt2"),
         (["-o", "net.onnx", "--opset", "9"], "from 18 to 20, got 9"),
+        (["-o", "net.onnx", "--opset", "0"], "from 18 to 20, got 0"),
         (["-o", "net.pt2", "--opset", "20"], "--opset is for ONNX"),
         (["-o", "net.pt2", "--size", "0", "8"], "multiples of 1 from 2 on"),
     ],
@@ -168,3 +171,10 @@ def test_a_network_that_chooses_keys_by_content_is_refused(weights, tmp_path):
     file, _ = weights({**SST, "type": "WildCatSST"})
     with pytest.raises(OptionsError, match="attention: exact"):
         export.main([str(file), "-o", str(tmp_path / "net.pt2")])
+
+
+def test_a_network_that_decides_by_the_size_of_the_picture_is_refused(weights, tmp_path):
+    # beside small pictures, which it attends to exactly, the check would find no difference
+    file, _ = weights({**SST, "type": "WildCatSST", "window_sizes": [4, 0], "ranks": [4, 4], "attention": "mean"})
+    with pytest.raises(OptionsError, match="by the size of the picture"):
+        export.main([str(file), "-o", str(tmp_path / "net.onnx")])

@@ -70,6 +70,7 @@ def test_nothing_is_overwritten_or_guessed(trained, tmp_path):
 def test_a_card_says_what_a_finished_run_says(trained, tmp_path):
     run, scores = trained
     arguments = [str(run), "-o", str(tmp_path / "w"), "--title", "Small x2", "--note", "Not for use."]
+    arguments += ["--machine", "two cores"]
     model_card.main([*arguments, "--scores", f"small={scores}", f"again={scores}"])
     assert {path.name for path in (tmp_path / "w").iterdir()} == {
         f"small.{kind}" for kind in ("safetensors", "md", "csv", "png")
@@ -88,8 +89,13 @@ def test_a_card_says_what_a_finished_run_says(trained, tmp_path):
         "L1Loss",
         "seed 0",
         "Not for use.",
+        "(two cores)",
+        "1 photographs",
     ):
         assert text in card
+    # nothing that is not in the files of the run
+    assert "LICENSES.md" not in card
+    assert "train.py -opt" not in card
     with (tmp_path / "w/small.csv").open() as file:
         table = {(row["network"], row["picture"]): float(row["value"]) for row in csv.DictReader(file)}
     assert table["small", "corner"] == pytest.approx(float(rows[0]["value"]), rel=1e-5)
