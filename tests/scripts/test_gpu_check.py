@@ -32,7 +32,8 @@ def test_all_of_it_runs_on_a_cpu_and_what_it_writes_agrees(tmp_path):
     # as a file, from elsewhere; the tests of the module form are the processes that it starts
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "scripts/gpu_check.py"), "--device", "cpu", "--tiny", "--deadline", "500"]
-    command += ["--out", "out"]
+    # a drawn seed may lie at the edge of a limit
+    command += ["--out", "out", "--seed", "0"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     if "pip install" in done.stderr:
         pytest.skip(done.stderr.strip())
