@@ -83,7 +83,13 @@ def network_from_file(
         OptionsError: a file that cannot be read, nothing that says what the network is, arguments that it refuses, or
             weights that do not fit it.
     """
-    description = describe(weights, opt=opt, network=network)
+    return network_as_described(weights, describe(weights, opt=opt, network=network), key=key)
+
+
+def network_as_described(
+    weights: Path | str, description: Description, *, key: str | None = None
+) -> tuple[nn.Module, Loaded]:
+    """The second half of :func:`network_from_file`, for who wants the description too."""
     built = build(description.spec, scale=description.scale, place=description.place)
     loaded = load_weights(built, weights, key=key, option=None)
     logger.info(f"{description.spec['type']} from {weights}: {loaded}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from models import checkpoint, logbook
-from models.from_file import describe, network_from_file
+from models.from_file import describe, network_as_described
 from models.runtime import run
 from options.errors import OptionsError
 
@@ -68,7 +68,7 @@ def convert(
         raise OptionsError(f"{out} exists; --force replaces it")
     weights, opt = _of_run(source, opt) if source.is_dir() else (source, opt)
     described = describe(weights, opt=opt)
-    network, loaded = network_from_file(weights, opt=opt, key=key)
+    network, loaded = network_as_described(weights, described, key=key)
     state = network.state_dict()
     if out.suffix == ".pth":
         checkpoint.save_pth(out, {"params": state})

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import archs
-from kernels import dispatch
-from models.from_file import describe, network_from_file
+from models.from_file import describe, network_as_described
 from models.infer import inference_dtype
 from options.errors import OptionsError
 
@@ -57,13 +56,9 @@ def build_restorer(args: Namespace) -> Restorer:
     """
     file = weights_file(args)
     device = _device(args.device)
-    try:
-        dispatch.check_environment()
-    except ValueError as error:
-        raise OptionsError(str(error)) from error
     described = describe(file, opt=args.opt, network=args.network)
     spec, facts = described.spec, described.facts
-    network, loaded = network_from_file(file, opt=args.opt, network=args.network, key=args.param_key)
+    network, loaded = network_as_described(file, described, key=args.param_key)
     _check_asked(args, file, facts, network)
     if args.param_key not in (None, loaded.key):
         raise OptionsError(f"--param_key: {file} has no {args.param_key}, only {loaded.key}")
