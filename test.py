@@ -24,6 +24,8 @@ def main(argv: list[str]) -> None:
 def test(args: argparse.Namespace, command: str, group: distributed.Processes) -> None:
     """Load the options, evaluate, write table, pictures and page."""
     logbook.start_logging(None, group)
+    if args.auto_resume:
+        loop.logger.warning("--auto_resume has no effect: a test starts from path.pretrain_network_g")
     options = load.load(args.opt, [*args.overrides, *args.force_yml], training=False, debug=args.debug)
     device = group.join(options)
     runtime.seed_all(options.manual_seed, deterministic=options.deterministic)

@@ -202,5 +202,5 @@ def _check_haze(scale: int, airlight: Any, beta: Any, depth: Any, *, variants: A
                 f"depth: {kind} is not known{nearest(kind, get_args(Depth))} ({', '.join(get_args(Depth))})"
             )
     for key, value, least in (("variants", variants, 1), ("haze_seed", haze_seed, 0)):
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionsError(f"{key}: {value} is not a whole number from {least}")

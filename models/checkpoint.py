@@ -5,46 +5,32 @@ from it: ``.pth`` with ``params`` and ``params_ema`` as BasicSR writes it, ``.sa
 beside them, ``.state`` with plain types and tensors to resume from.
 """
 
-import base64
-import contextlib
 import copy
-import io
 import json
 import logging
-import os
-import pickle
 import re
-import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from models import files
 from models.misfit import Loaded, explain
-from options.errors import OptionsError, UserError
+from options.errors import OptionsError
 
 logger = logging.getLogger("pellucid")
 
 SECTIONS = ("params_ema", "params", "state_dict", "model")
 BARE = "the file itself"
-# the end of the key under which torch keeps what a module's get_extra_state returns, a tensor or not
-EXTRA = "_extra_state"
 
-_PLAIN = (str, int, float, bool, bytes, type(None))
 _WRAPPERS = ("module.", "_orig_mod.")
 _MISMATCH = re.compile(
     r"size mismatch for (\S+): copying a param with shape torch\.Size\((.*?)\) from checkpoint, "
     r"the shape in current model is torch\.Size\((.*?)\)"
-)
-# what torch raises on a file that is cut, mangled, or no checkpoint at all
-_UNREADABLE = (
-    *(pickle.UnpicklingError, zipfile.BadZipFile, SafetensorError, RuntimeError, EOFError, OSError, MemoryError),
-    *(ValueError, KeyError, IndexError, AttributeError, TypeError, ImportError, OverflowError, AssertionError),
 )
 
 
@@ -73,8 +59,8 @@ def save_pth(path: Path | str, weights: Mapping[str, Mapping[str, Tensor]]) -> N
     Raises:
         UserError: the file cannot be written; one that was there before is still whole.
     """
-    content = {section: _on_cpu({_unwrap(k): v for k, v in params.items()}) for section, params in weights.items()}
-    write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
+    content = {section: files.on_cpu({_unwrap(k): v for k, v in params.items()}) for section, params in weights.items()}
+    files.write_whole(Path(path), lambda temporary: files.save_torch(content, temporary))
 
 
 def save_safetensors(path: Path | str, params: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
@@ -95,10 +81,10 @@ def save_safetensors(path: Path | str, params: Mapping[str, Tensor], metadata: M
     separate = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
     extra = {_unwrap(k): v for k, v in params.items() if not isinstance(v, Tensor)}
     if extra:
-        facts[EXTRA] = _as_text(extra)
+        facts[files.EXTRA] = files.as_text(extra)
     # not by the library's writer of files, which lets nobody else read them
     content = save(separate, {"format": "pt", **facts})
-    write_whole(Path(path), lambda temporary: temporary.write_bytes(content))
+    files.write_whole(Path(path), lambda temporary: temporary.write_bytes(content))
 
 
 def save_state(path: Path | str, state: Mapping[str, Any]) -> None:
@@ -112,8 +98,8 @@ def save_state(path: Path | str, state: Mapping[str, Any]) -> None:
         TypeError: something else is in it, which a safe reader would refuse; the message says where.
         UserError: the file cannot be written; one that was there before is still whole.
     """
-    content = _on_cpu(state)
-    write_whole(Path(path), lambda temporary: _save_torch(content, temporary))
+    content = files.on_cpu(state)
+    files.write_whole(Path(path), lambda temporary: files.save_torch(content, temporary))
 
 
 def load_state(path: Path | str) -> dict[str, Any]:
@@ -122,7 +108,7 @@ def load_state(path: Path | str) -> dict[str, Any]:
     Raises:
         OptionsError: no such file, or it is damaged, or no training state.
     """
-    content, _ = _read(Path(path))
+    content, _ = files.read(Path(path))
     if not isinstance(content, dict):
         raise OptionsError(f"{path} is no training state: it holds a {type(content).__name__}")
     return content
@@ -165,7 +151,7 @@ def read_checkpoint(path: Path | str) -> Checkpoint:
         OptionsError: no such file, or it is damaged, or holds no weights.
     """
     path = Path(path)
-    content, metadata = _read(path)
+    content, metadata = files.read(path)
     if metadata is not None:
         return Checkpoint(path, {metadata.get("weights", "params"): content}, metadata)
     if isinstance(content, Mapping):
@@ -258,68 +244,13 @@ def keep_last(folder: Path | str, n: int, *, protect: Collection[int] = ()) -> l
         if match and path.is_file():
             found.setdefault(match[1], {}).setdefault(int(match[2]), []).append(path)
     deleted = []
-    for files in found.values():
-        for iteration in sorted(files)[:-n]:
+    for kind in found.values():
+        for iteration in sorted(kind)[:-n]:
             if iteration not in protect:
-                deleted += files[iteration]
+                deleted += kind[iteration]
     for path in deleted:
         path.unlink(missing_ok=True)
     return deleted
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in its place in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    # torch and safetensors report a full disk in their own ways
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise UserError(f"cannot write {path}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def _save_torch(content: Any, path: Path) -> None:
-    # through an open file, or the archive's inner names would depend on the temporary name
-    with path.open("wb") as file:
-        torch.save(content, file)
-
-
-def _as_text(content: Mapping[str, Any]) -> str:
-    """Plain types and tensors as a text, for a place that takes nothing else."""
-    with io.BytesIO() as file:
-        torch.save(_on_cpu(content), file)
-        return base64.b64encode(file.getvalue()).decode()
-
-
-def _from_text(text: str) -> dict[str, Any]:
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True) if text else {}
-
-
-def _on_cpu(value: Any, place: str = "state") -> Any:
-    """The same nest of plain types, its tensors on the CPU and no larger than what they show."""
-    if isinstance(value, Tensor):
-        tensor = value.detach().cpu()
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        return tensor if whole else tensor.clone()
-    if isinstance(value, Mapping):
-        return {_plain_key(key, place): _on_cpu(entry, f"{place}[{key!r}]") for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_on_cpu(entry, f"{place}[{i}]") for i, entry in enumerate(value))
-    if type(value) not in _PLAIN:
-        raise TypeError(f"{place} is a {type(value).__name__}; a saved state holds plain types and tensors only")
-    return value
-
-
-def _plain_key(key: Any, place: str) -> Any:
-    if type(key) not in _PLAIN:
-        raise TypeError(f"{place} has a key of type {type(key).__name__}; keys are plain types")
-    return key
 
 
 def _unwrap(key: str) -> str:
@@ -362,42 +293,4 @@ def _holds_weights(value: Any) -> bool:
     if not isinstance(value, Mapping) or not value:
         return False
     named = all(isinstance(key, str) for key in value)
-    return named and all(isinstance(entry, Tensor) or key.endswith(EXTRA) for key, entry in value.items())
-
-
-def _read(path: Path) -> tuple[Any, dict[str, str] | None]:
-    """The content of a file, and the metadata of one in the safetensors format (None for others)."""
-    path = path.expanduser()
-    if not path.exists():
-        near = f"; {path.parent} does not exist either" if not path.parent.is_dir() else ""
-        raise OptionsError(f"no such file: {path}{near}")
-    if not path.is_file():
-        raise OptionsError(f"{path} is a folder, not a file of weights or a training state")
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise OptionsError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        if start[8:9] == b"{":
-            with safe_open(path, framework="pt") as opened:
-                metadata = opened.metadata() or {}
-                tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-                return tensors | _from_text(metadata.pop(EXTRA, "")), metadata
-        return torch.load(path, map_location="cpu", weights_only=True), None
-    except _UNREADABLE as error:
-        raise OptionsError(f"cannot read {path}: {_why_unreadable(path, start, error)}") from error
-
-
-def _why_unreadable(path: Path, start: bytes, error: BaseException) -> str:
-    if not start:
-        return "it is empty"
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer, not the file; fetch it with git lfs pull"
-    if start.lstrip()[:1] == b"<":
-        return "it is a web page, not a checkpoint; download it again"
-    refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-    if refused:
-        return f"it holds Python objects ({refused[1]}); only tensors and plain types are loaded, as it could run code"
-    size = path.stat().st_size
-    return f"it is damaged, cut short or no checkpoint ({size} bytes; {type(error).__name__})"
+    return named and all(isinstance(entry, Tensor) or key.endswith(files.EXTRA) for key, entry in value.items())

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from models import checkpoint
+from models import checkpoint, files
 from options import yaml_file
 from options.errors import OptionsError, UserError
 from options.schema import Options
@@ -238,7 +238,7 @@ def text_in_force(options: Options) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    checkpoint.write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    files.write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _remove_unfinished(folder: Path) -> None:

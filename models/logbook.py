@@ -15,8 +15,8 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from models import report
-from models.checkpoint import write_whole
 from models.distributed import ALONE, Processes, Told, Untold
+from models.files import write_whole
 from models.report import SetScores
 from models.screen import Screen
 from options.schema import WandbOptions

@@ -15,8 +15,8 @@ from pathlib import Path
 from models import page_curves, page_tables, record
 from models.album import Album
 from models.base import Base
-from models.checkpoint import write_whole
 from models.distributed import Processes
+from models.files import write_whole
 from models.page_pictures import BUDGET, Sources, as_script
 from models.page_tables import text
 from models.record import Record

@@ -13,7 +13,7 @@ import torch
 
 from models import home
 from models.base import Base
-from models.checkpoint import write_whole
+from models.files import write_whole
 from models.judging import better_of
 from models.report import SetScores
 from options.errors import DataError

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
 
-from models.checkpoint import write_whole
+from models.files import write_whole
 from options.schema import MetricOptions
 
 

@@ -1,6 +1,7 @@
 """Around a run: seeds, the device, signals, and errors turned into exit codes."""
 
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -143,10 +144,21 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, MemoryError):
         ways = "lower batch_size_per_gpu, gt_size or num_worker_per_gpu"
         return 1, f"the machine is out of memory ({error}); {ways}"
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_THE_SYSTEM:
+        return UserError.exit_code, f"{_shortened(error.filename)}: {error.strerror}"
     if place is None:
         return None
     where = "the whole traceback is in the log file, where there is one"
     return 1, f"{blame.summary(error)}\n  raised at {place}\n  {where}"
+
+
+# what a path can meet with, whichever part of the program names it first
+_OF_THE_SYSTEM = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP)
+
+
+def _shortened(path: str | bytes | int) -> str:
+    name = os.fsdecode(path) if isinstance(path, str | bytes) else f"file {path}"
+    return name if len(name) <= 300 else f"{name[:120]}...{name[-120:]} ({len(name)} letters)"
 
 
 _INTERRUPTED = "interrupted: what was saved before is all there is"

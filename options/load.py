@@ -46,9 +46,13 @@ def parse(argv: Sequence[str] | None = None, *, program: str) -> argparse.Namesp
     parser.add_argument("--force_yml", nargs="+", default=[], metavar="key:sub=value", help="the same, BasicSR's way")
     parser.add_argument("--launcher", choices=("none", "pytorch", "slurm"), default="none", help="process launcher")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help="set by launchers; not needed")
-    parser.add_argument("--auto_resume", action="store_true", help="continue the run's newest saved state")
+    training = program == "train.py"
+    # BasicSR's test.py takes it too, so scripts may name it
+    resume = "continue the run's newest saved state" if training else "taken as BasicSR's test.py does, of no effect"
+    parser.add_argument("--auto_resume", action="store_true", help=resume)
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the plan, create nothing")
-    parser.add_argument("--debug", action="store_true", help="log every step and validate every 8")
+    debug = "; log every step, validate and save every 8" if training else ""
+    parser.add_argument("--debug", action="store_true", help=f"put debug_ before the name{debug}")
     return parser.parse_intermixed_args(argv)
 
 

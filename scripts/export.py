@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from archs.wildcat_attention import TokenCore, WindowCore
 from kernels import dispatch
 from models import logbook, runtime
-from models.checkpoint import write_whole
+from models.files import write_whole
 from models.from_file import network_from_file
 from options.errors import OptionsError, UserError
 

@@ -39,7 +39,7 @@ class Strip:
         name: of the file. photograph: the held-out one it is made from.
         task, scale, weights: as scripts.restore takes them.
         place: top, left, height and width of the piece, in pixels of the result.
-        zoom: how often the piece is enlarged (whole number) or reduced (below 1) for the page.
+        zoom: how often the piece is enlarged for the page.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Strip:
     scale: int
     weights: str
     place: tuple[int, int, int, int]
-    zoom: float
+    zoom: int
 
 
 STRIPS = (
@@ -118,10 +118,8 @@ def degraded(strip: Strip) -> np.ndarray:
 def _piece(image: np.ndarray, strip: Strip) -> np.ndarray:
     top, left, height, width = strip.place
     piece = image[top : top + height, left : left + width]
-    if strip.zoom < 1:
-        return imresize(piece, strip.zoom)
     # pixels stay visible as they are
-    return piece.repeat(int(strip.zoom), axis=0).repeat(int(strip.zoom), axis=1)
+    return piece.repeat(strip.zoom, axis=0).repeat(strip.zoom, axis=1)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -200,6 +200,7 @@ WRONG = [
     ({"depth": ["bank", "ramps"]}, "depth: ramps is not known; did you mean ramp"),
     ({"depth": []}, r"depth: \[\] draws nothing"),
     ({"variants": 0}, "variants: 0 is not a whole number from 1"),
+    ({"variants": True}, "variants: True is not a whole number from 1"),
     ({"haze_seed": -1}, "haze_seed: -1 is not a whole number from 0"),
     ({"scale": 2}, "scale: 2, but haze does not change the size of a picture; set scale: 1"),
 ]

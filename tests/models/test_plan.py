@@ -123,8 +123,9 @@ def test_a_metric_that_cannot_be_computed_is_found_by_a_dry_run(tiny, command, t
 
 def test_a_dry_run_of_a_test_tells_the_plan_and_creates_nothing(tiny, command, tmp_path):
     del tiny["train"], tiny["datasets"]["train"]
-    code, printed = command("test.py", tiny, "--dry_run")
+    code, printed = command("test.py", tiny, "--dry_run", "--auto_resume")
     assert code == 0, printed
+    assert "--auto_resume has no effect" in printed
     for fact in ("Tiny, 336 parameters", "held-out: 1 pictures", "calculate_psnr", "trial validation"):
         assert fact in printed
     assert not (tmp_path / "out").exists()

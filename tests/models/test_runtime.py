@@ -219,6 +219,14 @@ def test_a_mistake_of_the_program_keeps_its_traceback():
         runtime.run(raising(ZeroDivisionError()), [])
 
 
+@pytest.mark.parametrize("length", [256, 5000])
+def test_a_name_that_the_file_system_refuses_is_told_without_a_traceback(length, capsys):
+    assert runtime.run(lambda argv: Path("a" * length).stat(), []) == 1
+    printed = capsys.readouterr().err
+    assert "aaaa: File name too long" in printed or f"({length} letters): File name too long" in printed
+    assert len(printed) < 400
+
+
 def test_running_out_of_memory_names_the_ways_out(capsys):
     runtime.run(raising(torch.OutOfMemoryError("tried to allocate")), [])
     assert "batch_size_per_gpu" in capsys.readouterr().err
