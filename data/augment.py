@@ -1,8 +1,11 @@
 """Crops, flips and turns, drawn from a generator that the caller passes; all pictures of a sample move together."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from data.resize import imresize
 
 
 def draw_crop(size: tuple[int, int], crop: tuple[int, int], rng: np.random.Generator) -> tuple[int, int]:
@@ -40,6 +43,33 @@ def draw_textured_crop(
         if found > min_texture:
             break
     return best
+
+
+def draw_reduced_crop(
+    image: np.ndarray, side: int, factor: float, *, margin: int, grid: int, min_texture: float, rng: np.random.Generator
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """A random crop of a picture that is reduced by MATLAB's bicubic, at the cost of what is around the crop.
+
+    Args:
+        image: ``(h, w, c)``, uint8 or uint16, no smaller than the crop.
+        side: of the crop, in pixels of the reduced picture.
+        factor: new size over old, in (0, 1]; a picture that would be smaller than the crop is reduced to its size.
+        margin: pixels around the crop that are wanted too, where the picture has them.
+        grid: top and left are multiples of it (the scale).
+        min_texture: as for :func:`draw_textured_crop`, before the reduction.
+        rng: source of the draws.
+
+    Returns:
+        A piece of the reduced picture, and top and left of the crop in it.
+    """
+    factor = max(factor, side / min(image.shape[:2]))
+    source, around = min(math.ceil(side / factor), *image.shape[:2]), math.ceil(margin / factor)
+    place = draw_textured_crop(image, (source, source), 1, min_texture, rng)
+    low = [max(0, start - around) for start in place]
+    high = [start + source + around for start in place]
+    piece = imresize(image[low[0] : high[0], low[1] : high[1]], factor)
+    top, left = (math.floor((start - first) * factor) // grid * grid for start, first in zip(place, low, strict=True))
+    return piece, (top, left)
 
 
 def texture(image: np.ndarray) -> float:

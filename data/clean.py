@@ -1,14 +1,15 @@
 """Ground-truth pictures alone: the low-resolution side is made on the fly."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from data.augment import flip_and_rotate
+from data.augment import draw_reduced_crop, flip_and_rotate
 from data.backends import ImageReader, IoBackend
 from data.dataset import Crop, ImageDataset, Phase, Small, split_key
-from data.degrade import Kernel, bicubic_downsample, bicubic_downsample_crop, mod_crop
+from data.degrade import CONTEXT, Kernel, bicubic_downsample, bicubic_downsample_crop, mod_crop
 from data.io import Alpha, Color
 from data.pairs import list_names, unique_stems
 from data.verify import Verify, verify_pictures
@@ -87,6 +88,8 @@ class DownsampleImageDataset(CleanImageDataset):
         use_hflip, use_rot: flips, and flips with quarter turns, in training.
         min_texture: redraw GT crops that are smoother, see :class:`data.dataset.Crop`; 0 is off.
         small: ``"error"`` or ``"pad"``, for pictures smaller than ``gt_size``.
+        gt_scales: in training the GT picture is first reduced by one of these factors in (0, 1], drawn anew for each
+            sample (MATLAB's bicubic; never below ``gt_size``): more patterns, and sharper ones, from few photographs.
         kernel: ``"matlab"`` or ``"pillow"`` (8-bit pictures only).
         downsample: ``"image"``, or ``"patch"`` to reduce the augmented GT crop by itself, without what is around it.
         filename_tmpl: published option files have it; a notice says that it has no effect.
@@ -118,6 +121,7 @@ class DownsampleImageDataset(CleanImageDataset):
         small: Small = "error",
         kernel: Kernel = "matlab",
         downsample: Literal["image", "patch"] = "image",
+        gt_scales: list[float] | None = None,
         filename_tmpl: str | None = None,
     ) -> None:
         super().__init__(
@@ -135,6 +139,7 @@ class DownsampleImageDataset(CleanImageDataset):
         for key, value, known in (("kernel", kernel, get_args(Kernel)), ("downsample", downsample, ("image", "patch"))):
             if value not in known:
                 raise OptionsError(f"{key}: {value} is not known{nearest(value, known)} ({', '.join(known)})")
+        self.gt_scales = _checked_scales(gt_scales)
         if filename_tmpl is not None:
             logger.warning(f"{self.name}: {_PUBLISHED.format(kernel, downsample)}")
         self.kernel, self.downsample = kernel, downsample
@@ -156,9 +161,14 @@ class DownsampleImageDataset(CleanImageDataset):
         return self._item(lq, gt, file=file, name=self.names[index])
 
     def _sample(self, gt: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        gt = self.crop.enlarge(gt, 1)
-        top, left = self.crop.draw(gt, rng)
         side, scale = self.crop.gt_size, self.scale
+        gt = self.crop.enlarge(gt, 1)
+        factor = self.gt_scales[int(rng.integers(len(self.gt_scales)))] if self.gt_scales else 1
+        if factor < 1:
+            settings = {"margin": (CONTEXT + 1) * scale, "grid": scale, "min_texture": self.crop.min_texture}
+            gt, (top, left) = draw_reduced_crop(gt, side, factor, **settings, rng=rng)
+        else:
+            top, left = self.crop.draw(gt, rng)
         patch = gt[top : top + side, left : left + side]
         flips = {"use_hflip": self.use_hflip, "use_rot": self.use_rot}
         if self.downsample == "patch":
@@ -168,3 +178,12 @@ class DownsampleImageDataset(CleanImageDataset):
         place, length = (top // scale, left // scale), side // scale
         lq = bicubic_downsample_crop(gt, scale, place, (length, length), kernel=self.kernel)
         return tuple(flip_and_rotate((patch, lq), rng, **flips))
+
+
+def _checked_scales(scales: Any) -> list[float]:
+    if scales is None:
+        return []
+    right = isinstance(scales, Sequence) and not isinstance(scales, str) and len(scales) > 0
+    if not right or not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= 1 for x in scales):
+        raise OptionsError(f"gt_scales: {scales!r} is no list of factors above 0 and up to 1, such as [1, 0.75, 0.5]")
+    return list(scales)

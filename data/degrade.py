@@ -10,7 +10,7 @@ from data.resize import imresize
 
 Kernel = Literal["matlab", "pillow"]
 # the taps of a low-resolution pixel reach one and a half such pixels beyond it
-_MARGIN = 2
+CONTEXT = 2
 # as the RESIDE data sets were made: airlight in 0..1, and beta for depths up to 1
 AIRLIGHT, BETA = (0.7, 1.0), (0.6, 1.8)
 
@@ -47,8 +47,8 @@ def bicubic_downsample_crop(
         kernel: as there.
     """
     image = mod_crop(image, scale)
-    low = [max(0, start - _MARGIN) for start in place]
-    high = [start + length + _MARGIN for start, length in zip(place, crop, strict=True)]
+    low = [max(0, start - CONTEXT) for start in place]
+    high = [start + length + CONTEXT for start, length in zip(place, crop, strict=True)]
     around = image[low[0] * scale : high[0] * scale, low[1] * scale : high[1] * scale]
     top, left = place[0] - low[0], place[1] - low[1]
     return bicubic_downsample(around, scale, kernel=kernel)[top : top + crop[0], left : left + crop[1]]

@@ -28,7 +28,7 @@ from options import load, registry, schema
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("options", "archs", "data", "models", "kernels", "scripts")
 _WHERE = ("README.md", "CONTRIBUTING.md", *(f"{room}/README.md" for room in ROOMS), "kernels/*/README.md")
-_WHERE += ("tests/golden/*/README.md", "archs/weights/pictures/*.md")
+_WHERE += ("tests/golden/*/README.md", "archs/weights/*.md", "archs/weights/pictures/*.md")
 PAGES = sorted({path for pattern in _WHERE for path in ROOT.glob(pattern)})
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")

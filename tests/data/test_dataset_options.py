@@ -85,6 +85,7 @@ WRONG = {
     "downsample": "images",
     "gt_size": "large",
     "min_texture": "high",
+    "gt_scales": 0.5,
     "mean": 0.5,
     "std": ["a"],
     "use_hflip": "perhaps",

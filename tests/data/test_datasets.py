@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from data import DATASETS
+from data.augment import draw_reduced_crop
 from data.clean import DownsampleImageDataset
-from data.degrade import bicubic_downsample
+from data.degrade import CONTEXT, bicubic_downsample
 from data.io import read_image, to_float, write_image
 from data.paired import PairedImageDataset
+from data.resize import imresize
 from data.single import SingleImageDataset
 from options.errors import DataError, OptionsError
 
@@ -21,6 +23,11 @@ def paired(folders, **changed):
 def downsampled(folders, **changed):
     plain = {"dataroot_gt": folders.gt, "scale": 2, "gt_size": 32, "use_hflip": True, "use_rot": True, "seed": 1}
     return DownsampleImageDataset(**{**plain, **changed})
+
+
+def to_array(tensor):
+    """(h, w, c) uint8"""
+    return np.round(tensor.numpy() * 255).astype(np.uint8).transpose(1, 2, 0)
 
 
 def test_the_datasets_are_registered():
@@ -89,8 +96,9 @@ def test_made_low_resolution_equals_a_prepared_folder(pair_folders, phase):
 
 def test_a_patch_can_be_reduced_by_itself(pair_folders):
     item = downsampled(pair_folders, downsample="patch", use_hflip=False, use_rot=False)[0]
-    gt = np.round(item["gt"].numpy().transpose(1, 2, 0) * 255).astype(np.uint8)
-    np.testing.assert_array_equal(to_float(bicubic_downsample(gt, 2)).transpose(2, 0, 1), item["lq"].numpy())
+    np.testing.assert_array_equal(
+        to_float(bicubic_downsample(to_array(item["gt"]), 2)).transpose(2, 0, 1), item["lq"].numpy()
+    )
 
 
 @pytest.mark.parametrize("scale", [3, 4])
@@ -160,6 +168,51 @@ def test_textured_crops_are_preferred(pair_folders, make):
         return np.mean([(g.diff(dim=1).abs().mean() + g.diff(dim=2).abs().mean()).item() for g in items])
 
     assert texture(make(pair_folders, min_texture=30)) > texture(make(pair_folders)) * 1.1
+
+
+@pytest.mark.parametrize("scale", [2, 3, 4])
+def test_reduced_ground_truth_has_its_low_resolution_picture_above_it(pair_folders, scale):
+    dataset = downsampled(
+        pair_folders, scale=scale, gt_size=12 * scale, gt_scales=[0.6, 0.8], use_hflip=False, use_rot=False
+    )
+    for epoch in range(20):
+        for index in range(len(dataset)):
+            item = dataset[epoch, index]
+            gt, lq = (to_array(item[key]) for key in ("gt", "lq"))
+            assert gt.shape == (12 * scale, 12 * scale, 3)
+            inner = slice(CONTEXT, -CONTEXT)
+            assert np.array_equal(bicubic_downsample(gt, scale)[inner, inner], lq[inner, inner])
+
+
+def test_ground_truth_is_reduced_by_the_factors_drawn(tmp_path):
+    # twice as steep where it is half as large
+    slope = np.tile(np.arange(200, dtype=np.uint8)[None, :, None], (200, 1, 3))
+    write_image(tmp_path / "slope.png", slope)
+    dataset = DownsampleImageDataset(dataroot_gt=str(tmp_path), scale=2, gt_size=32, gt_scales=[1, 0.5])
+    steps = {round(np.diff(to_array(dataset[e, 0]["gt"]).astype(float), axis=1).mean(), 1) for e in range(20)}
+    assert steps == {1.0, 2.0}
+
+
+def test_ground_truth_is_never_reduced_below_the_crop(pair_folders):
+    whole = downsampled(pair_folders, gt_size=64, gt_scales=[0.1])
+    for index in range(len(whole)):
+        assert whole[0, index]["gt"].shape == (3, 64, 64)
+
+
+def test_a_reduced_crop_at_the_edge_is_that_of_the_reduced_picture(noise):
+    image = noise((40, 40, 3))
+    reduced = imresize(image, 0.5)
+    piece, (top, left) = draw_reduced_crop(
+        image, 20, 0.5, margin=4, grid=2, min_texture=0, rng=np.random.default_rng(0)
+    )
+    assert (top, left) == (0, 0)
+    assert np.array_equal(piece, reduced)
+
+
+@pytest.mark.parametrize("scales", [[], [0], [1.5], [True], 0.5, "0.5", ["half"], [float("nan")]], ids=repr)
+def test_wrong_factors_are_refused(pair_folders, scales):
+    with pytest.raises(OptionsError, match=r"gt_scales: .* is no list of factors above 0 and up to 1"):
+        downsampled(pair_folders, gt_scales=scales)
 
 
 @pytest.mark.parametrize(
