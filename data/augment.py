@@ -51,7 +51,7 @@ def draw_reduced_crop(
     """A random crop of a picture that is reduced by MATLAB's bicubic, at the cost of what is around the crop.
 
     Args:
-        image: ``(h, w, c)``, uint8 or uint16, no smaller than the crop.
+        image: ``(h, w, c)``, uint8 or uint16.
         side: of the crop, in pixels of the reduced picture.
         factor: new size over old, in (0, 1]; a picture that would be smaller than the crop is reduced to its size.
         margin: pixels around the crop that are wanted too, where the picture has them.
@@ -61,8 +61,15 @@ def draw_reduced_crop(
 
     Returns:
         A piece of the reduced picture, and top and left of the crop in it.
+
+    Raises:
+        ValueError: the crop is larger than the picture.
     """
+    if side > min(image.shape[:2]):
+        raise ValueError(f"a crop of {(side, side)} does not fit into a picture of {image.shape[:2]}")
     factor = max(factor, side / min(image.shape[:2]))
+    if factor >= 1:
+        return image, draw_textured_crop(image, (side, side), grid, min_texture, rng)
     source, around = min(math.ceil(side / factor), *image.shape[:2]), math.ceil(margin / factor)
     place = draw_textured_crop(image, (source, source), 1, min_texture, rng)
     low = [max(0, start - around) for start in place]

@@ -85,8 +85,9 @@ def open_source(dataroot: str | os.PathLike, io_backend: Mapping[str, Any] | Non
             "the folder of pictures is missing; set dataroot_gt and dataroot_lq as the dataset needs them"
         )
     root = Path(os.path.expanduser(os.path.expandvars(dataroot)))
-    if not root.is_dir():
-        if root.exists():
+    # os.path, as Path raises where a name is too long
+    if not os.path.isdir(root):
+        if os.path.exists(root):
             raise DataError(f"{root} is a file; a folder of pictures is wanted")
         where = "" if os.path.isabs(root) else f" in {os.getcwd()}"
         raise DataError(f"the folder {root} does not exist{where}")

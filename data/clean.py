@@ -77,8 +77,8 @@ class CleanImageDataset(ImageDataset):
 class DownsampleImageDataset(CleanImageDataset):
     """GT pictures, and LQ ones reduced from them, as MATLAB's bicubic (in their own bit depth) or Pillow's does it.
 
-    GT pictures are cut to multiples of the scale first. With ``downsample: image`` an LQ crop equals the same crop of
-    the reduced whole picture, so training sees exactly what a prepared folder would give.
+    GT pictures are cut to multiples of the scale first. With ``downsample: image`` and without ``gt_scales`` an LQ crop
+    equals the same crop of the reduced whole picture, so training sees exactly what a prepared folder would give.
 
     Args:
         dataroot_gt: folder (searched with its subfolders), or LMDB.
@@ -89,7 +89,7 @@ class DownsampleImageDataset(CleanImageDataset):
         min_texture: redraw GT crops that are smoother, see :class:`data.dataset.Crop`; 0 is off.
         small: ``"error"`` or ``"pad"``, for pictures smaller than ``gt_size``.
         gt_scales: in training the GT picture is first reduced by one of these factors in (0, 1], drawn anew for each
-            sample (MATLAB's bicubic; never below ``gt_size``): more patterns, and sharper ones, from few photographs.
+            sample (MATLAB's bicubic; never below ``gt_size``). ``min_texture`` looks at the place before that.
         kernel: ``"matlab"`` or ``"pillow"`` (8-bit pictures only).
         downsample: ``"image"``, or ``"patch"`` to reduce the augmented GT crop by itself, without what is around it.
         filename_tmpl: published option files have it; a notice says that it has no effect.
@@ -163,8 +163,9 @@ class DownsampleImageDataset(CleanImageDataset):
     def _sample(self, gt: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         side, scale = self.crop.gt_size, self.scale
         gt = self.crop.enlarge(gt, 1)
-        factor = self.gt_scales[int(rng.integers(len(self.gt_scales)))] if self.gt_scales else 1
-        if factor < 1:
+        if self.gt_scales:
+            factor = self.gt_scales[int(rng.integers(len(self.gt_scales)))]
+            # the outer pixels of a piece, which its own edge changes, are not among those that LQ pixels are made of
             settings = {"margin": (CONTEXT + 1) * scale, "grid": scale, "min_texture": self.crop.min_texture}
             gt, (top, left) = draw_reduced_crop(gt, side, factor, **settings, rng=rng)
         else:

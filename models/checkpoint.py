@@ -244,10 +244,10 @@ def keep_last(folder: Path | str, n: int, *, protect: Collection[int] = ()) -> l
         if match and path.is_file():
             found.setdefault(match[1], {}).setdefault(int(match[2]), []).append(path)
     deleted = []
-    for kind in found.values():
-        for iteration in sorted(kind)[:-n]:
+    for by_iteration in found.values():
+        for iteration in sorted(by_iteration)[:-n]:
             if iteration not in protect:
-                deleted += kind[iteration]
+                deleted += by_iteration[iteration]
     for path in deleted:
         path.unlink(missing_ok=True)
     return deleted

@@ -1,4 +1,4 @@
-"""Files of tensors and plain types: each written whole, and read without running any code from it."""
+"""Files written whole, whatever they hold; those of tensors and plain types read without running any code from them."""
 
 import base64
 import contextlib
@@ -29,7 +29,11 @@ _UNREADABLE = (
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in its place in one step."""
+    """Let ``write`` fill a temporary file beside ``path``, then put it in its place in one step.
+
+    Raises:
+        UserError: it cannot be written; a file that was there before is still whole.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +57,11 @@ def save_torch(content: Any, path: Path) -> None:
 
 
 def as_text(content: Mapping[str, Any]) -> str:
-    """Plain types and tensors as a text, for a place that takes nothing else."""
+    """Plain types and tensors as a text, for a place that takes nothing else.
+
+    Raises:
+        TypeError: as :func:`on_cpu`.
+    """
     with io.BytesIO() as file:
         torch.save(on_cpu(content), file)
         return base64.b64encode(file.getvalue()).decode()
@@ -95,8 +103,9 @@ def read(path: Path) -> tuple[Any, dict[str, str] | None]:
         OptionsError: no such file, or it is damaged, or holds more than tensors and plain types.
     """
     path = path.expanduser()
-    if not path.exists():
-        near = f"; {path.parent} does not exist either" if not path.parent.is_dir() else ""
+    # os.path, as Path raises where a name is too long
+    if not os.path.exists(path):
+        near = f"; {path.parent} does not exist either" if not os.path.isdir(path.parent) else ""
         raise OptionsError(f"no such file: {path}{near}")
     if not path.is_file():
         raise OptionsError(f"{path} is a folder, not a file of weights or a training state")

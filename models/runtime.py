@@ -144,16 +144,24 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, MemoryError):
         ways = "lower batch_size_per_gpu, gt_size or num_worker_per_gpu"
         return 1, f"the machine is out of memory ({error}); {ways}"
-    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_THE_SYSTEM:
-        return UserError.exit_code, f"{_shortened(error.filename)}: {error.strerror}"
+    if _is_of_the_system(error):
+        named = f"{_shortened(error.filename)}: " if error.filename is not None else ""
+        return UserError.exit_code, f"{named}{error.strerror}" + (f"\n  raised at {place}" if place else "")
     if place is None:
         return None
     where = "the whole traceback is in the log file, where there is one"
     return 1, f"{blame.summary(error)}\n  raised at {place}\n  {where}"
 
 
-# what a path can meet with, whichever part of the program names it first
-_OF_THE_SYSTEM = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP)
+# what a path can meet with, and a disk, whichever part of the program comes first to it
+_OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS, errno.ELOOP)
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _is_of_the_system(error: BaseException) -> bool:
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _OF_A_DISK or (error.errno in _OF_A_PATH and error.filename is not None)
 
 
 def _shortened(path: str | bytes | int) -> str:
@@ -166,7 +174,8 @@ _INTERRUPTED = "interrupted: what was saved before is all there is"
 
 def trace_of(error: BaseException) -> str:
     """The traceback for the log file, where it says more than the words do; else empty."""
-    return blame.full_text(error) if explain(error) is None or blame.place_of_user(error) else ""
+    told = explain(error) is not None and not blame.place_of_user(error) and not _is_of_the_system(error)
+    return "" if told else blame.full_text(error)
 
 
 def tell(text: str, *, file_only: bool = False) -> None:

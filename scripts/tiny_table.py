@@ -2,8 +2,8 @@
 
 SST-tiny is SST at a size that CPUs train; EDSR-tiny (Lim et al., https://arxiv.org/abs/1707.02921) has as many
 parameters and the same recipe. Both are trained on the photographs of datasets/quickstart/train; x3 and x4 go on from
-the x2 weights, half as steeply and half as long, and see the photographs in four sizes: in one size they learned these
-13 by heart, and scored less the longer they were trained.
+the x2 weights, half as steeply and half as long, and see the photographs in four sizes. In one size SST-tiny x4 gained
+nothing more after 1,500 iterations (30.26 dB on quickstart-val, 30.31 after 3,000, 30.26 after 4,500; one run).
 """
 
 from collections.abc import Iterator

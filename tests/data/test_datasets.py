@@ -7,7 +7,7 @@ import torch
 from data import DATASETS
 from data.augment import draw_reduced_crop
 from data.clean import DownsampleImageDataset
-from data.degrade import CONTEXT, bicubic_downsample
+from data.degrade import CONTEXT, bicubic_downsample, bicubic_downsample_crop
 from data.io import read_image, to_float, write_image
 from data.paired import PairedImageDataset
 from data.resize import imresize
@@ -175,13 +175,17 @@ def test_reduced_ground_truth_has_its_low_resolution_picture_above_it(pair_folde
     dataset = downsampled(
         pair_folders, scale=scale, gt_size=12 * scale, gt_scales=[0.6, 0.8], use_hflip=False, use_rot=False
     )
+    inner, seen_beyond = slice(CONTEXT, -CONTEXT), 0
     for epoch in range(20):
         for index in range(len(dataset)):
             item = dataset[epoch, index]
             gt, lq = (to_array(item[key]) for key in ("gt", "lq"))
             assert gt.shape == (12 * scale, 12 * scale, 3)
-            inner = slice(CONTEXT, -CONTEXT)
-            assert np.array_equal(bicubic_downsample(gt, scale)[inner, inner], lq[inner, inner])
+            alone = bicubic_downsample(gt, scale)
+            assert np.array_equal(alone[inner, inner], lq[inner, inner])
+            seen_beyond += not np.array_equal(alone, lq)
+    # the outer pixels are made of what lies around the crop, too
+    assert seen_beyond > 100
 
 
 def test_ground_truth_is_reduced_by_the_factors_drawn(tmp_path):
@@ -201,12 +205,44 @@ def test_ground_truth_is_never_reduced_below_the_crop(pair_folders):
 
 def test_a_reduced_crop_at_the_edge_is_that_of_the_reduced_picture(noise):
     image = noise((40, 40, 3))
-    reduced = imresize(image, 0.5)
-    piece, (top, left) = draw_reduced_crop(
-        image, 20, 0.5, margin=4, grid=2, min_texture=0, rng=np.random.default_rng(0)
-    )
-    assert (top, left) == (0, 0)
-    assert np.array_equal(piece, reduced)
+    settings = {"grid": 2, "min_texture": 0, "rng": np.random.default_rng(0)}
+    piece, place = draw_reduced_crop(image, 20, 0.5, margin=4, **settings)
+    assert place == (0, 0)
+    assert np.array_equal(piece, imresize(image, 0.5))
+    assert draw_reduced_crop(image, 40, 0.5, margin=4, **settings)[0] is image
+    with pytest.raises(ValueError, match="does not fit"):
+        draw_reduced_crop(image, 41, 0.5, margin=4, **settings)
+
+
+@pytest.mark.parametrize("scale", [2, 3, 4])
+def test_low_resolution_pixels_see_nothing_of_the_edge_of_a_piece(photos, scale):
+    # inside the picture: there is more of it on all sides than the piece has
+    image = photos["astronaut"][:500, :500]
+    rng = np.random.default_rng(0)
+    side, margin = 12 * scale, (CONTEXT + 1) * scale
+    found = 0
+    for _ in range(20):
+        piece, (top, left) = draw_reduced_crop(image, side, 0.6, margin=margin, grid=scale, min_texture=0, rng=rng)
+        other = np.zeros_like(piece)
+        other[2:-2, 2:-2] = piece[2:-2, 2:-2]
+        places = [start // scale for start in (top, left)]
+        if min(top, left) >= CONTEXT * scale and min(piece.shape[:2]) >= side + 2 * margin:
+            lq, same = (bicubic_downsample_crop(x, scale, places, (12, 12)) for x in (piece, other))
+            assert np.array_equal(lq, same)
+            found += 1
+    assert found > 10
+
+
+def test_reduced_crops_are_drawn_by_seed_epoch_and_index_and_by_texture(pair_folders):
+    dataset, again = (downsampled(pair_folders, gt_scales=[0.6], gt_size=24) for _ in range(2))
+    assert dataset[3, 1]["gt"].equal(again[3, 1]["gt"])
+    assert not dataset[3, 1]["gt"].equal(dataset[4, 1]["gt"])
+
+    def contrast(dataset):
+        items = [dataset[epoch, index]["gt"] for epoch in range(20) for index in range(6)]
+        return np.mean([item.diff(dim=2).abs().mean().item() for item in items])
+
+    assert contrast(downsampled(pair_folders, gt_scales=[0.6], gt_size=24, min_texture=30)) > contrast(dataset) * 1.05
 
 
 @pytest.mark.parametrize("scales", [[], [0], [1.5], [True], 0.5, "0.5", ["half"], [float("nan")]], ids=repr)

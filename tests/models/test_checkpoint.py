@@ -368,6 +368,11 @@ def test_a_file_that_is_no_checkpoint_is_named_with_the_reason(net, tmp_path, ki
     assert str(path) in str(caught.value)
 
 
+def test_a_name_that_the_file_system_refuses_is_that_of_no_file(tmp_path):
+    with pytest.raises(OptionsError, match=r"no such file: .*a{300}\.pth"):
+        read_checkpoint(tmp_path / f"{'a' * 300}.pth")
+
+
 def test_a_state_that_is_damaged_is_named(net, tmp_path):
     _damaged(tmp_path / "7.state", net)
     with pytest.raises(OptionsError, match=r"cannot read .*7\.state: it is damaged"):

@@ -1,7 +1,9 @@
 """Folders, devices, signals and exit codes of a run."""
 
+import errno
 import logging
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from models import checkpoint, home, logbook, runtime
 from models.runtime import Interrupted, StopSignal
+from options import load
 from options.errors import DataError, OptionsError, UserError
 
 
@@ -219,12 +222,41 @@ def test_a_mistake_of_the_program_keeps_its_traceback():
         runtime.run(raising(ZeroDivisionError()), [])
 
 
-@pytest.mark.parametrize("length", [256, 5000])
-def test_a_name_that_the_file_system_refuses_is_told_without_a_traceback(length, capsys):
+@pytest.mark.parametrize(("length", "name"), [(256, "a" * 256), (5000, f"aaa ({5000} letters)")])
+def test_a_name_that_the_file_system_refuses_is_told_without_a_traceback(length, name, capsys):
     assert runtime.run(lambda argv: Path("a" * length).stat(), []) == 1
     printed = capsys.readouterr().err
-    assert "aaaa: File name too long" in printed or f"({length} letters): File name too long" in printed
+    assert f"{name}: File name too long" in printed
     assert len(printed) < 400
+
+
+def test_a_full_disk_is_told_without_a_traceback(tmp_path, capsys):
+    def main(argv):
+        logbook.start_logging(tmp_path / "run.log")
+        Path("/dev/full").write_text("x")
+
+    assert runtime.run(main, []) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert "Traceback" in (tmp_path / "run.log").read_text()
+
+
+def test_a_closed_file_is_told_with_the_place_in_the_users_own_component(tmp_path, capsys):
+    def main(argv):
+        raise PermissionError(errno.EACCES, "Permission denied", "/own/secret")
+
+    assert runtime.run(main, []) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: /own/secret: Permission denied"
+    own = tmp_path / "own.py"
+    own.write_text("def main(argv):\n    raise PermissionError(13, 'Permission denied', '/own/secret')\n")
+    load.import_components([str(own)], tmp_path)
+    (module,) = (module for name, module in sys.modules.items() if name.startswith("pellucid_import_own_"))
+    assert runtime.run(module.main, []) == 1
+    assert f"raised at {own}:2" in capsys.readouterr().err
+
+
+def test_a_missing_file_of_the_program_keeps_its_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        runtime.run(lambda argv: (tmp_path / "none").stat(), [])
 
 
 def test_running_out_of_memory_names_the_ways_out(capsys):

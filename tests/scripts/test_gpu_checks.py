@@ -164,6 +164,9 @@ def test_an_unlucky_rounding_of_an_ill_conditioned_draw_is_held_against_its_neig
         found = gpu_checks.compare(op, arguments, "fp32", seed=0)
         assert (not found.wrong) == ok, found
         assert 7e-5 < found.limits["q"] < 1e-3
+        alone = gpu_checks.compare(replace(op, ill_conditioned=False), arguments, "fp32", seed=0)
+        assert alone.wrong
+        assert alone.limits["q"] == 4e-5
 
 
 def test_forced_draws_choose_the_same_keys_in_every_dtype():
