@@ -14,6 +14,7 @@ import torch
 
 from data.cache import available_memory
 from models.infer import restore
+from scripts.restore_layers import LayerTimes
 from scripts.restore_network import Restorer
 
 GIB = 1 << 30
@@ -98,6 +99,8 @@ class Gauge:
         self._restorer, self._channels = restorer, channels
         self._start: int | None = None
         self.need: Need | None = None
+        # when each layer is done, as a share of the whole time
+        self.shares: list[float] = []
         self._refined = False
 
     def tile(self, size: tuple[int, int], budget: int | None) -> int | None:
@@ -126,10 +129,11 @@ class Gauge:
     def _probe(self, side: int) -> tuple[float | None, float]:
         """Bytes and seconds that noise of this side takes."""
         piece = torch.rand(1, self._channels, side, side, generator=torch.Generator().manual_seed(0))
-        with PeakMemory(self._restorer.device) as memory:
+        with PeakMemory(self._restorer.device) as memory, LayerTimes(self._restorer.network) as layers:
             began = time.perf_counter()
             restore(self._restorer.network, piece, dtype=self._restorer.dtype)
             seconds = time.perf_counter() - began
+        self.shares = layers.shares
         # what was there before the first one: memory that a process has freed stays its own for a while
         self._start = memory.before if self._start is None else self._start
         known = memory.peak is not None and self._start is not None

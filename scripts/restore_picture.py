@@ -27,6 +27,7 @@ from models.samples import to_samples
 from options.errors import DataError
 from scripts import restore_memory
 from scripts.restore_inputs import Job
+from scripts.restore_layers import Watched
 from scripts.restore_memory import GIB, Gauge
 from scripts.restore_network import Restorer
 
@@ -225,7 +226,7 @@ class Pictures:
         try:
             total = views * seen_pixels(self._restorer.network, image.shape[:2], **settings)
             settings |= {"self_ensemble": self._args.self_ensemble, "dtype": self._restorer.dtype}
-            with _Watched(self._restorer.network, total, progress):
+            with Watched(self._restorer.network, total, shares=self._gauge.shares, progress=progress):
                 pred = restore(self._restorer.network, tensor, memory=self._memory, **settings)
         except ValueError as error:
             # an overlap that leaves nothing of the tiles
@@ -257,24 +258,6 @@ class Pictures:
                 raise
             raise DataError(f"cannot write {job.target}: {error.strerror or error}") from error
         return left_out
-
-
-class _Watched:
-    """While the block runs, every piece that the network has seen moves the progress on."""
-
-    def __init__(self, network: torch.nn.Module, total: int, progress: Callable[[float], None]) -> None:
-        self._network, self._total, self._progress = network, total, progress
-        self._seen = 0
-
-    def __enter__(self) -> None:
-        self._hook = self._network.register_forward_hook(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def _count(self, _module: torch.nn.Module, inputs: tuple, _result: object) -> None:
-        self._seen += inputs[0].shape[-2] * inputs[0].shape[-1]
-        self._progress(min(1.0, self._seen / self._total))
 
 
 def _narrowed(samples: np.ndarray) -> np.ndarray:

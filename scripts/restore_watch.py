@@ -12,6 +12,8 @@ from models import logbook
 from scripts.restore_picture import Outcome, shown
 
 _EVERY = 30.0
+# of all pixels
+_LITTLE = 0.05
 
 logger = logging.getLogger("pellucid")
 
@@ -85,15 +87,16 @@ class Watch:
         return self._done + self._share * now
 
     def _seconds_left(self) -> float | None:
-        """By what was done so far; before the first pixel by what the network took for a piece of noise."""
+        """By what was done so far; while that is little by what the network took for a piece of noise."""
         seen = self._seen()
-        if seen:
+        guesses = [self._seconds_for(size) for size in self._sizes]
+        # before the first pixels come the reading and the measuring, which are not to be multiplied
+        if seen < _LITTLE * self._total and None not in guesses:
+            left = sum(guesses) * (1 - seen / self._total)
+        elif seen:
             left = (self._moved - self._began) * (self._total - seen) / seen
         else:
-            guesses = [self._seconds_for(size) for size in self._sizes]
-            if None in guesses:
-                return None
-            left = sum(guesses)
+            return None
         return max(0.0, left - (time.monotonic() - self._moved))
 
 
