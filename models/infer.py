@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from models import heap
 from options.errors import OptionsError, UserError
 
 logger = logging.getLogger("pellucid")
@@ -122,7 +123,9 @@ def restore(
     call = functools.partial(_run, network, facts=facts, dtype=dtype)
     way = _mean_of_views if self_ensemble else _restore_view
     attempt = functools.partial(way, call, lq, facts)
-    return _within_memory(attempt, lq, facts, tile, overlap, TileMemory() if memory is None else memory)
+    on_cpu = next(network.parameters(), lq).device.type == "cpu"
+    with heap.kept() if on_cpu else contextlib.nullcontext():
+        return _within_memory(attempt, lq, facts, tile, overlap, TileMemory() if memory is None else memory)
 
 
 def seen_pixels(network: nn.Module, size: tuple[int, int], *, tile: int | None, overlap: int | None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from models import checkpoint, page, progress, report
+from models import checkpoint, heap, page, progress, report
 from models.base import Base
 from models.batches import Preparation
 from models.distributed import ALONE, PeerEnded, Processes
@@ -39,6 +39,7 @@ class PictureTools:
     resize: Callable[[np.ndarray, float], np.ndarray]
 
 
+@heap.kept()
 def evaluate(
     model: Base,
     loaders: Mapping[str, Iterable[Mapping[str, Any]]],

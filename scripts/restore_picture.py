@@ -22,6 +22,7 @@ from data.io import (
     write_whole,
 )
 from data.metadata import Metadata, as_stored, put_metadata, read_metadata, turn_upright
+from models import heap
 from models.infer import TileMemory, restore, seen_pixels
 from models.samples import to_samples
 from options.errors import DataError
@@ -195,16 +196,25 @@ class Pictures:
         ensemble = self._args.self_ensemble
         fixed = restore_memory.picture_memory(size, self._restorer.scale, self._channels, deep=deep, ensemble=ensemble)
         if free is not None and fixed > free:
+            # what the pictures before have left
+            heap.release()
+            free = restore_memory.free_memory(torch.device("cpu"))
+        if free is not None and fixed > free:
             text = f"{shown(size)} pixels and their result take {fixed / GIB:.1f} GiB of memory"
             ways = "close other programs, cut the picture, or choose a smaller --scale"
             raise DataError(f"{job.name}: {text}, and {free / GIB:.1f} GiB can be had; {ways}")
         return self._choose(size, fixed) if self._args.tile == "auto" else self._args.tile
 
     def _choose(self, size: tuple[int, int], fixed: int) -> int | None:
+        tile = self._gauge.tile(size, self._budget(fixed))
+        if tile is not None and self._restorer.device.type == "cpu":
+            heap.release()
+            tile = self._gauge.tile(size, self._budget(fixed))
+        return tile
+
+    def _budget(self, fixed: int) -> int | None:
         budget = restore_memory.free_memory(self._restorer.device)
-        if budget is not None and self._restorer.device.type == "cpu":
-            budget = max(0, budget - fixed)
-        return self._gauge.tile(size, budget)
+        return budget if budget is None or self._restorer.device.type != "cpu" else max(0, budget - fixed)
 
     def _run(
         self,

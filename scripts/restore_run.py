@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from models import logbook, runtime
+from models import heap, logbook, runtime
 from options.errors import DataError, UserError
 from scripts.restore_inputs import Job
 from scripts.restore_memory import GIB, PeakMemory
@@ -59,6 +59,7 @@ def run_jobs(jobs: list[Job], restorer: Restorer, args: Namespace) -> None:
         raise runtime.Ended(_INCOMPLETE)
 
 
+@heap.kept()
 def _restore_all(outcomes: list[Outcome], pictures: Pictures, records: Records, settings: str) -> int:
     """Restore the pictures that are to do; the exit code of an interruption, or 0."""
     left = [place for place, outcome in enumerate(outcomes) if outcome.status == "to do"]
