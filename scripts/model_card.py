@@ -147,10 +147,13 @@ def _training(options: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], ma
     file = next(Path("options/train").glob(f"*/{options['name']}.yml"), None)
     command = f"`python train.py -opt {file}`: " if file else ""
     origin = f"`{start}`" if start else "random weights"
+    sizes = ", ".join(f"{factor:g}" for factor in data.get("gt_scales") or [])
+    side = f"{data['gt_size']}x{data['gt_size']} pixels"
+    crops = f"{side} of photographs reduced to {sizes} times their size" if sizes else side
     return [
         "## Training",
         f"- Data: {count} photographs, `{root}`{licences}; it starts from {origin}.",
-        f"- Recipe: {command}{last:,} iterations of {batch} crops of {data['gt_size']}x{data['gt_size']} pixels, "
+        f"- Recipe: {command}{last:,} iterations of {batch} crops of {crops}, "
         f"{train['optim_g']['type']}, learning rate {train['optim_g']['lr']:g}, {train['pixel_opt']['type']}, "
         f"average of the weights {train['ema_decay']}, seed {options.get('manual_seed', 0)}.",
         f"- Time: {fast:.2f} s an iteration in its fastest tenth; {last:,} of them would take {fast * last / 60:.0f} "

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SCALES = (2, 3, 4)
-# whose weights of SST-tiny are in archs/weights
-SHIPPED = (2,)
 FAMILIES = ("sst", "edsr")
 _TITLES = {"sst": "SST-tiny", "edsr": "EDSR-tiny, a plain residual network of SST-tiny's size,"}
 # blocks of 32 channels that make EDSR's parameters those of SST-tiny at each scale
@@ -47,7 +45,7 @@ class Tiny:
 
     @property
     def is_shipped(self) -> bool:
-        return self.family == "sst" and self.scale in SHIPPED
+        return self.family == "sst"
 
     @property
     def weights(self) -> str:
@@ -169,8 +167,6 @@ val:
 def _purpose(tiny: Tiny) -> str:
     if tiny.is_shipped:
         return f"# Result:   archs/weights/{tiny.name}.safetensors; scores, time and data: archs/weights/{tiny.name}.md"
-    if tiny.family == "sst":
-        return "# Result:   as that of sst_tiny_x2, for this scale; not trained to its end yet"
     return f"# Result:   to compare with sst_tiny_x{tiny.scale}"
 
 

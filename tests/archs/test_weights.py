@@ -27,6 +27,10 @@ def table(name):
     return {(row["network"], row["picture"], row["metric"]): float(row["value"]) for row in rows}
 
 
+def test_every_scale_has_its_network_and_haze_has_one():
+    assert SHIPPED == ["mb_taylorformer_tiny_dehaze", "sst_tiny_x2", "sst_tiny_x3", "sst_tiny_x4"]
+
+
 @each
 def test_a_file_is_small_and_says_what_it_is(name):
     file = FOLDER / f"{name}.safetensors"

@@ -17,6 +17,7 @@ def trained(small, command, tmp_path):
     """Folder of a finished run of EDSR, and of its test's results."""
     small["network_g"] = {"type": "EDSR", "num_feat": 8, "num_block": 1, "upscale": 2}
     small["datasets"]["val"]["name"] = "held-out"
+    small["datasets"]["train"]["gt_scales"] = [1, 0.5]
     assert command("train.py", small)[0] == 0
     run = tmp_path / "out/experiments/small"
     small["path"]["pretrain_network_g"] = str(run / "models/net_g_latest.pth")
@@ -85,7 +86,7 @@ def test_a_card_says_what_a_finished_run_says(trained, tmp_path):
     for text in (
         "# Small x2",
         "EDSR with ",
-        "4 iterations of 2 crops of 32x32 pixels",
+        "4 iterations of 2 crops of 32x32 pixels of photographs reduced to 1, 0.5 times their size, ",
         "L1Loss",
         "seed 0",
         "Not for use.",
