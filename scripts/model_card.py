@@ -149,7 +149,7 @@ def _training(options: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], ma
     origin = f"`{start}`" if start else "random weights"
     sizes = ", ".join(f"{factor:g}" for factor in data.get("gt_scales") or [])
     side = f"{data['gt_size']}x{data['gt_size']} pixels"
-    crops = f"{side} of photographs reduced to {sizes} times their size" if sizes else side
+    crops = f"{side} of photographs at {sizes} times their size" if sizes else side
     return [
         "## Training",
         f"- Data: {count} photographs, `{root}`{licences}; it starts from {origin}.",

@@ -15,7 +15,10 @@ TASKS = ("sr", "dehaze")
 _ALPHA = ("restore", "drop", "white", "black", "error")
 _FORMATS = ("same", "png", "jpg", "webp", "tiff")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_ENDS = "exit codes: 0 done; 2 wrong options; 3 a picture could not be restored, or its result exists; 130 interrupted"
+_ENDS = (
+    "exit codes: 0 done; 2 wrong options; 3 a picture could not be restored, or its result exists; 130, 143, 129 "
+    "interrupted; 1 anything else"
+)
 
 
 def main(argv: list[str]) -> None:

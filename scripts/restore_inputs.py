@@ -73,14 +73,18 @@ def plan_jobs(
     if not jobs:
         raise DataError(f"no pictures found in {', '.join(inputs)}: all lie in the folder of results")
     _refuse_collisions(jobs)
-    told = [f"{sum(others.values())} other files were left aside ({_counts(others)})"] if others else []
+    count = sum(others.values())
+    told = (
+        [f"{count} other {'files were' if count > 1 else 'file was'} left aside ({_counts(others)})"] if count else []
+    )
     told += [f"{folder} was left aside, as it cannot be looked into: {reason}" for folder, reason in closed.items()]
     if left:
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         told.append(f"not looked into: {', '.join(left[:_SHOWN])}{more}; --recursive looks into folders inside folders")
     again = len(found) - len(jobs)
     if again:
-        told.append(f"{again} pictures in the folder of results were left aside")
+        several = "pictures in the folder of results were" if again > 1 else "picture in the folder of results was"
+        told.append(f"{again} {several} left aside")
     return jobs, told
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from data.alpha import enlarge_alpha, spread_colors
 from data.headers import LONGEST_SIDE, MOST_PIXELS, Header, HeaderError, read_header
@@ -34,6 +35,9 @@ from scripts.restore_network import Restorer
 
 _BEGINNING = 1 << 20
 _DEEP = (".png", ".tif", ".tiff")
+# pixels by which a picture is mirrored on all sides for networks that keep its size: what lies beyond the picture is
+# black to them, and fog removed from so small a picture had a frame up to 15 levels darker
+FRAME = 16
 _OPAQUE = (".jpg", ".jpeg", ".bmp")
 # how long a side may be, by extension; libpng takes no more
 _LONGEST = {".jpg": 65500, ".jpeg": 65500, ".webp": 16383, ".png": 1_000_000}
@@ -233,14 +237,17 @@ class Pictures:
         settings = {"tile": tile, "overlap": self._args.overlap}
         tensor = torch.from_numpy(lq).permute(2, 0, 1)[None].contiguous()
         del lq
+        frame = min(FRAME, *(side - 1 for side in tensor.shape[-2:])) if self._restorer.scale == 1 else 0
+        tensor = F.pad(tensor, (frame,) * 4, mode="reflect") if frame else tensor
         try:
-            total = views * seen_pixels(self._restorer.network, image.shape[:2], **settings)
+            total = views * seen_pixels(self._restorer.network, tensor.shape[-2:], **settings)
             settings |= {"self_ensemble": self._args.self_ensemble, "dtype": self._restorer.dtype}
             with Watched(self._restorer.network, total, shares=self._gauge.shares, progress=progress):
                 pred = restore(self._restorer.network, tensor, memory=self._memory, **settings)
         except ValueError as error:
             # an overlap that leaves nothing of the tiles
             raise DataError(f"{job.name}: {error}") from error
+        pred = pred[..., frame : pred.shape[-2] - frame, frame : pred.shape[-1] - frame]
         if picture.colors == 1 and pred.shape[1] == 3:
             # BT.601, as everywhere here
             pred = (pred * pred.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)

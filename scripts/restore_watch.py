@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from models import logbook
 from scripts.restore_picture import Outcome, shown
 
 _EVERY = 30.0
+_NAME = 24
 # of all pixels
 _LITTLE = 0.05
 
@@ -36,7 +38,7 @@ class Watch:
         self._told = -math.inf
         self._bar: Progress | None = None
         if logbook.console.is_terminal and outcomes:
-            columns = (BarColumn(), TextColumn("{task.percentage:3.0f} %"), _Words(self._words))
+            columns = (BarColumn(bar_width=20), TextColumn("{task.percentage:3.0f} %"), _Words(self._words))
             self._bar = Progress(*columns, console=logbook.console, transient=True)
 
     def __enter__(self) -> "Watch":
@@ -79,7 +81,10 @@ class Watch:
     def _words(self) -> str:
         if self._number == len(self._sizes):
             return ""
-        place = f"{self._names[self._number]} ({self._number + 1} of {len(self._sizes)})"
+        name = self._names[self._number]
+        # the time left is to stand on the line
+        name = name if len(name) <= _NAME else f"{name[: _NAME - 8]}...{name[-5:]}"
+        place = f"{name} ({self._number + 1} of {len(self._sizes)})"
         return place + _left(self._seconds_left())
 
     def _seen(self) -> float:
@@ -104,7 +109,7 @@ class _Words(ProgressColumn):
     """Text that is asked for whenever the bar is drawn, so that the time left runs on between two pieces."""
 
     def __init__(self, words: Callable[[], str]) -> None:
-        super().__init__()
+        super().__init__(table_column=Column(no_wrap=True, overflow="ellipsis"))
         self._ask = words
 
     def render(self, task: object) -> Text:

@@ -167,7 +167,8 @@ val:
 def _purpose(tiny: Tiny) -> str:
     if tiny.is_shipped:
         return f"# Result:   archs/weights/{tiny.name}.safetensors; scores, time and data: archs/weights/{tiny.name}.md"
-    return f"# Result:   to compare with sst_tiny_x{tiny.scale}"
+    first = "" if tiny.scale == 2 else "; train edsr_tiny_x2 first, whose weights it starts from"
+    return f"# Result:   to compare with sst_tiny_x{tiny.scale}{first}"
 
 
 def _top(tiny: Tiny) -> str:

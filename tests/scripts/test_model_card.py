@@ -86,7 +86,7 @@ def test_a_card_says_what_a_finished_run_says(trained, tmp_path):
     for text in (
         "# Small x2",
         "EDSR with ",
-        "4 iterations of 2 crops of 32x32 pixels of photographs reduced to 1, 0.5 times their size, ",
+        "4 iterations of 2 crops of 32x32 pixels of photographs at 1, 0.5 times their size, ",
         "L1Loss",
         "seed 0",
         "Not for use.",

@@ -237,6 +237,17 @@ def test_weights_of_a_network_that_keeps_the_size(tool, tmp_path, photo):
     assert (code, "an overlap of 19 leaves less than 8 pixels of tiles of 16" in printed) == (3, True)
 
 
+def test_haze_is_removed_up_to_the_edge_of_a_picture(tool, tmp_path):
+    write_image(tmp_path / "fog.png", np.full((96, 120, 3), 199, np.uint8))
+    code, printed = tool("fog.png", "--task", "dehaze", own=False)
+    assert code == 0, printed
+    grey = read_image(tmp_path / "restored/fog_dehazed.png").astype(float).mean(axis=2)
+    assert grey.shape == (96, 120)
+    inner = grey[24:-24, 24:-24].mean()
+    for edge in (grey[0], grey[-1], grey[:, 0], grey[:, -1]):
+        assert abs(edge[24:-24].mean() - inner) < 1
+
+
 def test_weights_that_do_not_say_which_network_they_are_of(tool, tmp_path, network, photo):
     write_image(tmp_path / "a.png", photo)
     state = network.state_dict()

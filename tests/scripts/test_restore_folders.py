@@ -209,7 +209,7 @@ def test_results_are_not_restored_again(tool, album, tmp_path):
     assert results(tmp_path) == sorted([*expected, "in/sub/restored/b_x2.png"])
     assert tool("in", "-o", "in")[0] == 0
     code, printed = tool("in", "-o", "in")
-    assert (code, "1 pictures in the folder of results were left aside" in printed) == (0, True)
+    assert (code, "1 picture in the folder of results was left aside" in printed) == (0, True)
     assert not list(tmp_path.rglob("*_x2_x2*"))
 
 
