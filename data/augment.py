@@ -60,7 +60,7 @@ def draw_reduced_crop(
         rng: source of the draws.
 
     Returns:
-        A piece of the reduced picture, and top and left of the crop in it.
+        A piece of the picture, reduced by itself, and top and left of the crop in it.
 
     Raises:
         ValueError: the crop is larger than the picture.

@@ -21,21 +21,31 @@ _lock = threading.Lock()
 _inside = 0
 
 
+def _after_fork() -> None:
+    """A worker is no part of the block that its parent is in, and never comes to its end."""
+    global _lock, _inside
+    _lock, inside, _inside = threading.Lock(), _inside, 0
+    if inside:
+        _set(_glibc(), _USUAL)
+
+
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Within the block what is freed is used again; at the end of the outermost one it goes back to the system.
 
-    Nothing happens where the C library is not glibc, or the user has set its allocator by the environment.
+    The peak may be a little higher than without (up to a quarter was seen): pieces that lie apart are not joined.
+    Nothing happens where the C library is not glibc, the user has set its allocator by the environment, or the address
+    space is limited (``ulimit -v``).
     """
     global _inside
     library = _glibc()
     if library is None:
         yield
         return
-    with _lock:
-        _inside += 1
-        _set(library, _KEEPING)
     try:
+        with _lock:
+            _inside += 1
+            _set(library, _KEEPING)
         yield
     finally:
         with _lock:
@@ -65,4 +75,16 @@ def _glibc() -> ctypes.CDLL | None:
         library = ctypes.CDLL(None)
     except (OSError, TypeError):
         return None
-    return library if hasattr(library, "gnu_get_libc_version") else None
+    if not hasattr(library, "gnu_get_libc_version") or _is_limited():
+        return None
+    library.mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
+    library.malloc_trim.argtypes = (ctypes.c_size_t,)
+    os.register_at_fork(after_in_child=_after_fork)
+    return library
+
+
+def _is_limited() -> bool:
+    # which Windows has not
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

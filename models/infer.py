@@ -24,7 +24,8 @@ logger = logging.getLogger("pellucid")
 SMALLEST_TILE = 16
 # how allocators speak that raise no class of their own: the CPU's, C++'s, MPS', cuBLAS', and CUDA outside of allocators
 OUT_OF_MEMORY = re.compile(
-    r"can't allocate memory|not enough memory|std::bad_alloc|out of memory|could not create a memory|ALLOC_FAILED"
+    r"can't allocate memory|not enough memory|std::bad_alloc|out of memory|could not create a (?:memory|primitive)"
+    r"|ALLOC_FAILED"
 )
 WRONG_DTYPE = re.compile(r"bfloat16|float16|\bhalf\b|dtype|scalar type|input type", re.IGNORECASE)
 
@@ -202,6 +203,7 @@ def _within_memory(
                 memory.tile = tile
             return result
         # only here, past the except block, are the tensors of the failed attempt released
+        heap.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         memory.failed = _pixels(lq, tile)

@@ -145,8 +145,8 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         ways = "lower batch_size_per_gpu, gt_size or num_worker_per_gpu"
         return 1, f"the machine is out of memory ({error}); {ways}"
     if _is_of_the_system(error):
-        named = f"{_shortened(error.filename)}: " if error.filename is not None else ""
-        return UserError.exit_code, f"{named}{error.strerror}" + (f"\n  raised at {place}" if place else "")
+        named = f"{_shortened(error.filename)}: " if error.filename else ""
+        return UserError.exit_code, f"{named}{error.strerror or error}" + (f"\n  raised at {place}" if place else "")
     if place is None:
         return None
     where = "the whole traceback is in the log file, where there is one"
@@ -161,7 +161,7 @@ _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT)
 def _is_of_the_system(error: BaseException) -> bool:
     if not isinstance(error, OSError):
         return False
-    return error.errno in _OF_A_DISK or (error.errno in _OF_A_PATH and error.filename is not None)
+    return error.errno in _OF_A_DISK or (error.errno in _OF_A_PATH and bool(error.filename))
 
 
 def _shortened(path: str | bytes | int) -> str:

@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import nn
 
+# more may come than was counted, when memory runs out
+_NEARLY = 0.99
+
 
 class LayerTimes:
-    """While the block runs, note when each layer is done; meant for one run of the network.
+    """While the block runs, note when each layer is done; of several runs of the network the last one counts.
 
     Args:
         network: its layers are its modules without modules in them.
@@ -16,11 +19,11 @@ class LayerTimes:
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
-        self._times: list[float] = []
 
     def __enter__(self) -> "LayerTimes":
-        self._began = time.perf_counter()
         self._hooks = [layer.register_forward_hook(self._note) for layer in _layers(self._network)]
+        self._hooks.append(self._network.register_forward_pre_hook(self._begin))
+        self._begin()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -33,12 +36,17 @@ class LayerTimes:
         """For each layer that ran, in their order, the share of the time that had passed when it was done, 0..1."""
         return [min(1.0, (moment - self._began) / self._all) for moment in self._times]
 
+    def _begin(self, *_: object) -> None:
+        self._times, self._began = [], time.perf_counter()
+
     def _note(self, *_: object) -> None:
         self._times.append(time.perf_counter())
 
 
 class Watched:
     """While the block runs, what the network has seen moves the progress on: whole pieces, and layers of the present.
+
+    Where memory runs out, the picture begins anew in more pieces; the progress waits then.
 
     Args:
         network: what is run, piece by piece.
@@ -52,6 +60,7 @@ class Watched:
     ) -> None:
         self._network, self._total, self._shares, self._progress = network, total, shares, progress
         self._seen = self._piece = self._layer = 0
+        self._told = 0.0
 
     def __enter__(self) -> None:
         self._hooks = [
@@ -61,9 +70,11 @@ class Watched:
         if self._shares:
             self._hooks += [layer.register_forward_hook(self._go_on) for layer in _layers(self._network)]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+        if kind is None:
+            self._progress(1.0)
 
     def _begin(self, _module: nn.Module, inputs: tuple) -> None:
         self._piece, self._layer = inputs[0].shape[-2] * inputs[0].shape[-1], 0
@@ -79,7 +90,8 @@ class Watched:
         self._tell(self._seen)
 
     def _tell(self, pixels: float) -> None:
-        self._progress(min(1.0, pixels / self._total))
+        self._told = max(self._told, min(_NEARLY, pixels / self._total))
+        self._progress(self._told)
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:

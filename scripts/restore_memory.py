@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.cache import available_memory
+from models import heap
 from models.infer import restore
 from scripts.restore_layers import LayerTimes
 from scripts.restore_network import Restorer
@@ -128,6 +129,8 @@ class Gauge:
 
     def _probe(self, side: int) -> tuple[float | None, float]:
         """Bytes and seconds that noise of this side takes."""
+        # or what pictures before have left would be taken for nothing needed
+        heap.release()
         piece = torch.rand(1, self._channels, side, side, generator=torch.Generator().manual_seed(0))
         with PeakMemory(self._restorer.device) as memory, LayerTimes(self._restorer.network) as layers:
             began = time.perf_counter()

@@ -94,9 +94,9 @@ class Watch:
     def _seconds_left(self) -> float | None:
         """By what was done so far; while that is little by what the network took for a piece of noise."""
         seen = self._seen()
-        guesses = [self._seconds_for(size) for size in self._sizes]
         # before the first pixels come the reading and the measuring, which are not to be multiplied
-        if seen < _LITTLE * self._total and None not in guesses:
+        guesses = [self._seconds_for(size) for size in self._sizes] if seen < _LITTLE * self._total else [None]
+        if None not in guesses:
             left = sum(guesses) * (1 - seen / self._total)
         elif seen:
             left = (self._moved - self._began) * (self._total - seen) / seen

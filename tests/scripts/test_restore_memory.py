@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from archs import ARCHS
+from models import heap
+from models.infer import restore
 from scripts.restore_memory import Gauge, Need, PeakMemory, choose_tile, picture_memory
 
 MIB = 1 << 20
@@ -70,3 +72,18 @@ def test_the_estimate_holds_for_a_larger_picture():
         network(torch.rand(1, 3, 640, 640))
     taken = memory.peak - memory.before
     assert taken < gauge.need.bytes(640 * 640) < 6 * taken
+
+
+def test_what_a_network_needs_is_measured_alike_after_other_pictures():
+    network = ARCHS.build({"type": "EDSR", "num_feat": 32, "num_block": 1, "upscale": 2}).eval()
+    restorer = SimpleNamespace(network=network, device=torch.device("cpu"), dtype=None)
+    fresh = Gauge(restorer, 3)
+    with heap.kept():
+        fresh.tile((640, 640), 1)
+        for _ in range(3):
+            restore(network, torch.rand(1, 3, 320, 320))
+        warm = Gauge(restorer, 3)
+        warm.tile((640, 640), 1)
+    if fresh.need.base is None:
+        pytest.skip("this system does not tell the peak of a process")
+    assert warm.need.bytes(640 * 640) > 0.5 * fresh.need.bytes(640 * 640)

@@ -27,18 +27,25 @@ def told(network, pieces, total, shares):
 
 
 def test_a_whole_picture_moves_on_with_every_layer():
-    assert told(make_network(), [(4, 5)], 20, [0.25, 0.5, 0.9]) == [0.25, 0.5, 0.9, 1.0]
+    assert told(make_network(), [(4, 5)], 20, [0.25, 0.5, 0.9]) == [0.25, 0.5, 0.9, 0.99, 1.0]
 
 
 def test_layers_count_within_the_pieces_that_were_seen():
     pieces = told(make_network(), [(4, 5), (2, 5)], 30, [0.25, 0.5, 0.9])
-    assert pieces == pytest.approx([5 / 30, 10 / 30, 18 / 30, 20 / 30, 22.5 / 30, 25 / 30, 29 / 30, 1.0])
+    assert pieces == pytest.approx([5 / 30, 10 / 30, 18 / 30, 20 / 30, 22.5 / 30, 25 / 30, 29 / 30, 0.99, 1.0])
 
 
 @pytest.mark.parametrize("shares", [[], [0.5]], ids=["nothing measured", "fewer layers measured"])
 def test_progress_never_goes_back_or_beyond_the_end(shares):
     found = told(make_network(), [(4, 5), (4, 5)], 40, shares)
     assert found == sorted(found)
+    assert found[-1] == 1.0
+
+
+def test_more_pieces_than_were_counted_do_not_end_it_early():
+    found = told(make_network(), [(4, 5), (4, 5), (2, 5)], 20, [0.25, 0.5, 0.9])
+    assert found == sorted(found)
+    assert found.count(1.0) == 1
     assert found[-1] == 1.0
 
 
@@ -55,7 +62,9 @@ def test_the_layers_of_a_network_are_measured_with_its_memory():
 def test_layers_are_left_as_they_were():
     network = make_network()
     with LayerTimes(network) as times:
-        network(torch.zeros(1, 1, 4, 5))
+        for _ in range(2):
+            network(torch.zeros(1, 1, 4, 5))
+    # of the last run
     assert len(times.shares) == 3
     assert not any(layer._forward_hooks for layer in network.modules())
 
