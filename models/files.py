@@ -49,6 +49,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             temporary.unlink()
 
 
+def write_text(path: Path, text: str) -> None:
+    """As :func:`write_whole`, a text in UTF-8."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def save_torch(content: Any, path: Path) -> None:
     """``torch.save``, so that equal contents make equal files."""
     # through an open file, or the archive's inner names would depend on the temporary name

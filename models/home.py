@@ -8,7 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from models import checkpoint, files
+from models import checkpoint
+from models.files import write_text
 from options import yaml_file
 from options.errors import OptionsError, UserError
 from options.schema import Options
@@ -222,9 +223,9 @@ def _write_options(folder: Path, options: Options, text: str | None, command: st
         text = text.partition("\n\n")[2]
     effective = folder / f"{options.name}.effective.yml"
     if text is not None and options.file.name != effective.name:
-        _write(folder / options.file.name, header + text)
+        write_text(folder / options.file.name, header + text)
     said = "# the options in force, those of the command line and the defaults included; train.py and test.py read it\n"
-    _write(effective, said + header + text_in_force(options))
+    write_text(effective, said + header + text_in_force(options))
 
 
 def text_in_force(options: Options) -> str:
@@ -235,10 +236,6 @@ def text_in_force(options: Options) -> str:
         named = [Path(os.path.expanduser(path)) for path in options.import_paths]
         content["import_paths"] = [str((p if p.exists() else base / p).resolve()) for p in named]
     return yaml_file.text_of(content)
-
-
-def _write(path: Path, text: str) -> None:
-    files.write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _remove_unfinished(folder: Path) -> None:

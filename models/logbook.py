@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from models import report
 from models.distributed import ALONE, Processes, Told, Untold
-from models.files import write_whole
+from models.files import write_text
 from models.report import SetScores
 from models.screen import Screen
 from options.schema import WandbOptions
@@ -199,7 +199,7 @@ class Logbook:
         lines = self.file.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _is_kept(line, last)]
         text = "".join(line + "\n" for line in kept)
-        write_whole(self.file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text(self.file, text)
 
 
 class Mute:

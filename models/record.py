@@ -13,7 +13,7 @@ import torch
 
 from models import home
 from models.base import Base
-from models.files import write_whole
+from models.files import write_text
 from models.judging import better_of
 from models.report import SetScores
 from options.errors import DataError
@@ -160,7 +160,7 @@ def save(folder: Path, record: Record) -> None:
         return repr(value) if isinstance(value, float) and value - value != 0 else value
 
     text = json.dumps({"version": VERSION, **plain(asdict(record))}, indent=1, allow_nan=False)
-    write_whole(folder / FILE, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+    write_text(folder / FILE, text + "\n")
 
 
 def load(folder: Path) -> Record:

@@ -92,13 +92,10 @@ def compare(op: Op, arguments: Inputs, kind: str, *, backend: str = OWN, seed: i
     errors = [_errors(outcome, exact, sizes) for outcome in (*usual, twice[0])]
     beyond = any(error[name] > limits[name] for error in errors for name in exact)
     if op.ill_conditioned and kind == "fp32" and beyond:
-        highest = NEIGHBOUR_CEILING * op.tolerance(kind)
         for near in _neighbours(arguments):
             about, _ = _run(op, gpu_ops.widened(near), "reference", upstream=upstream)
             other = _errors(_run(op, near, "torch", upstream=upstream)[0], about, sizes)
-            _widen(
-                limits, {name: min(error, highest / NEIGHBOUR_SLACK) for name, error in other.items()}, NEIGHBOUR_SLACK
-            )
+            _widen(limits, other, NEIGHBOUR_SLACK, ceiling=NEIGHBOUR_CEILING * op.tolerance(kind))
     for name in exact:
         _judge(found, name, [error[name] for error in errors], limits[name])
         same = name in free or torch.equal(*(outcome[name] for outcome in twice))
@@ -114,11 +111,11 @@ def _errors(outcome: dict[str, Tensor], exact: dict[str, Tensor], sizes: dict[st
     return {name: relative_error(outcome[name], value, sizes[name]) for name, value in exact.items()}
 
 
-def _widen(limits: dict[str, float], errors: dict[str, float], slack: float) -> None:
-    """Raise limits to ``slack`` times the errors, where these are numbers."""
+def _widen(limits: dict[str, float], errors: dict[str, float], slack: float, *, ceiling: float = math.inf) -> None:
+    """Raise limits to ``slack`` times the errors, where these are numbers, and no further than ``ceiling``."""
     for name, error in errors.items():
         if math.isfinite(error):
-            limits[name] = max(limits[name], slack * error)
+            limits[name] = max(limits[name], min(slack * error, ceiling))
 
 
 def _neighbours(arguments: Inputs) -> Iterator[Inputs]:

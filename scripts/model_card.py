@@ -20,7 +20,7 @@ import yaml
 from archs import ARCHS
 from data.io import EXTENSIONS
 from models import logbook
-from models.files import write_whole
+from models.files import write_text, write_whole
 from models.runtime import run
 from options.errors import OptionsError
 from scripts.convert_weights import TASKS, convert
@@ -98,8 +98,8 @@ def ship(
     text = "\n\n".join(
         [*_head(options, weights, title), *_training(options, steps, machine), *_scores_of(tables), *notes]
     )
-    write_whole(card, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
-    write_whole(table, lambda temporary: temporary.write_text(_csv(tables), encoding="utf-8"))
+    write_text(card, text + "\n")
+    write_text(table, _csv(tables))
     write_whole(curve, lambda temporary: shutil.copyfile(run_folder / "curve.png", temporary))
     return files
 

@@ -95,14 +95,18 @@ class Watch:
         """By what was done so far; while that is little by what the network took for a piece of noise."""
         seen = self._seen()
         # before the first pixels come the reading and the measuring, which are not to be multiplied
-        guesses = [self._seconds_for(size) for size in self._sizes] if seen < _LITTLE * self._total else [None]
-        if None not in guesses:
-            left = sum(guesses) * (1 - seen / self._total)
+        guess = self._guess() if seen < _LITTLE * self._total else None
+        if guess is not None:
+            left = guess * (1 - seen / self._total)
         elif seen:
             left = (self._moved - self._began) * (self._total - seen) / seen
         else:
             return None
         return max(0.0, left - (time.monotonic() - self._moved))
+
+    def _guess(self) -> float | None:
+        guesses = [self._seconds_for(size) for size in self._sizes]
+        return None if None in guesses else sum(guesses)
 
 
 class _Words(ProgressColumn):
